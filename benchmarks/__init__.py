@@ -1,0 +1,1 @@
+"""Measurements, each against its rival in the same run."""

@@ -1,0 +1,1 @@
+"""What everything stands on: ids, configuration, errors, clock. Imports nothing of ours."""

@@ -1,0 +1,82 @@
+"""The errors the world can cause, each with a sentence that says what to do.
+
+    RavnestError
+    ├── TraceError        a model that cannot be turned into a program
+    │   └── UnsupportedOp     ... because it calls an operation outside the allow-list
+    ├── CutError          a cut that is not possible at that place
+    ├── ProgramError      a stage file that is malformed, not allowed or too big
+    ├── WeightsError      a weights file that is malformed or does not fit the stage
+    ├── LinkError         a link between two nodes that failed
+    │   ├── FrameError        ... because a message is malformed, too big or not expected
+    │   ├── HandshakeError    ... because the two sides do not trust each other
+    │   ├── LinkClosed        ... because one side closed it or died
+    │   └── LinkTimeout       ... because a deadline passed
+    └── IdentityError     a key, certificate or signing request that cannot be used
+
+A user's own mistake in a call is a `ValueError`; a bug of ours is an `AssertionError`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CutError",
+    "FrameError",
+    "HandshakeError",
+    "IdentityError",
+    "LinkClosed",
+    "LinkError",
+    "LinkTimeout",
+    "ProgramError",
+    "RavnestError",
+    "TraceError",
+    "UnsupportedOp",
+    "WeightsError",
+]
+
+
+class RavnestError(Exception):
+    """Something the world did; the message says what to do about it."""
+
+
+class TraceError(RavnestError):
+    """The model and its loss cannot be turned into a program."""
+
+
+class UnsupportedOp(TraceError):  # noqa: N818  (reads as the name of the refusal)
+    """The model calls an operation that is not on the allow-list."""
+
+
+class CutError(RavnestError):
+    """The program cannot be cut there."""
+
+
+class ProgramError(RavnestError):
+    """A stage file was refused: it is malformed, not allowed or too big."""
+
+
+class WeightsError(RavnestError):
+    """A weights file was refused: it is malformed or does not fit the stage."""
+
+
+class LinkError(RavnestError):
+    """A link between two nodes failed."""
+
+
+class FrameError(LinkError):
+    """A message was refused: it is malformed, too big or not expected."""
+
+
+class HandshakeError(LinkError):
+    """No link was made: one side does not trust the other."""
+
+
+class LinkClosed(LinkError):  # noqa: N818  (reads as what happened)
+    """One side closed the link or died."""
+
+
+class LinkTimeout(LinkError):  # noqa: N818  (reads as what happened)
+    """A deadline passed."""
+
+
+class IdentityError(RavnestError):
+    """A key, certificate or signing request cannot be used."""

@@ -1,0 +1,1 @@
+"""Small real trainings that run offline."""

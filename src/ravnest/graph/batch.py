@@ -1,0 +1,134 @@
+"""A batch as the user gives it, and the flat list of named tensors that a program takes.
+
+A batch is `(inputs, targets)`. `inputs` is a tensor, a tuple (positional arguments) or a mapping (keyword
+arguments); `targets` is whatever the loss takes. Without a loss a batch is the inputs alone. Everything in it
+that is not a tensor is part of the program and must stay as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .program import Value, dtype_name, resolve_dim
+
+__all__ = ["Feed", "flatten", "unflatten"]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of the n-th tensor in a batch's structure."""
+
+    index: int
+
+
+def flatten(batch: Any, path: str) -> tuple[Any, list[tuple[str, Tensor]]]:
+    """The batch's structure with numbered slots, and its tensors with their paths, in order."""
+    leaves: list[tuple[str, Tensor]] = []
+
+    def walk(node: Any, path: str) -> Any:
+        if isinstance(node, Tensor):
+            leaves.append((path, node))
+            return _Slot(len(leaves) - 1)
+        if isinstance(node, Mapping):
+            return {key: walk(value, f"{path}.{key}") for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return tuple(walk(value, f"{path}.{i}") for i, value in enumerate(node))
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        raise ValueError(
+            f"{path} of the batch is a {type(node).__name__}: a batch holds tensors, numbers, strings, "
+            "and tuples, lists and dicts of them"
+        )
+
+    return walk(batch, path), leaves
+
+
+def unflatten(structure: Any, leaves: Sequence[Tensor]) -> Any:
+    """Put tensors back into their slots."""
+    if isinstance(structure, _Slot):
+        return leaves[structure.index]
+    if isinstance(structure, dict):
+        return {key: unflatten(value, leaves) for key, value in structure.items()}
+    if isinstance(structure, tuple):
+        return tuple(unflatten(value, leaves) for value in structure)
+    return structure
+
+
+def _problems(leaves: Sequence[tuple[str, Tensor]], values: Sequence[Value], batch: int) -> Iterator[str]:
+    for (path, tensor), value in zip(leaves, values, strict=True):
+        expected = tuple(resolve_dim(d, batch) for d in value.shape)
+        if tuple(tensor.shape) != expected:
+            yield f"{path} has shape {tuple(tensor.shape)}, the program was traced for {expected}"
+        if dtype_name(tensor.dtype) != value.dtype:
+            yield f"{path} is {dtype_name(tensor.dtype)}, the program was traced for {value.dtype}"
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Turns the user's batches into the program's inputs, and refuses those it was not traced for."""
+
+    structure: Any
+    has_targets: bool
+    values: tuple[Value, ...] = ()
+
+    def batch_size(self, leaves: Sequence[tuple[str, Tensor]]) -> int:
+        for (_, tensor), value in zip(leaves, self.values, strict=True):
+            if tensor.dim() and value.shape and isinstance(value.shape[0], tuple):
+                scale, offset = value.shape[0]
+                return (tensor.shape[0] - offset) // scale
+        return 1
+
+    def __call__(self, batch: Any) -> list[Tensor]:
+        """The batch's tensors in the program's order; `ValueError` if they do not fit."""
+        structure, leaves = flatten(self.pair(batch), "batch")
+        if structure != self.structure:
+            raise ValueError(f"the batch is built differently than the one that was traced: {structure}")
+        if problems := list(_problems(leaves, self.values, self.batch_size(leaves))):
+            raise ValueError("; ".join(problems) + ". Give every batch the same shapes but for its size")
+        return [tensor for _, tensor in leaves]
+
+    def pair(self, batch: Any) -> dict[str, Any]:
+        return split_batch(batch, self.has_targets)
+
+
+def split_batch(batch: Any, has_targets: bool) -> dict[str, Any]:
+    """A batch as `{"inputs": ..., "targets": ...}`."""
+    if not has_targets:
+        return {"inputs": batch}
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        raise ValueError(
+            f"a batch must be a pair (inputs, targets), this one is a {type(batch).__name__}; "
+            "with loss=None it is the inputs alone and the model returns the loss"
+        )
+    return {"inputs": batch[0], "targets": batch[1]}
+
+
+def input_name(path: str, taken: set[str]) -> str:
+    """`batch.inputs.input_ids` -> `inputs.input_ids`, made of safe letters and not yet taken."""
+    name = "".join(c if c.isalnum() and c.isascii() or c in "._" else "_" for c in path.removeprefix("batch."))
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def example_tensors(leaves: Sequence[tuple[str, Tensor]], batch: int) -> list[Tensor]:
+    """Empty tensors like the batch's own, but with `batch` samples where it has its batch size."""
+    size = batch_size_of(leaves)
+    return [
+        torch.empty((batch, *t.shape[1:]) if t.dim() and t.shape[0] == size else t.shape, dtype=t.dtype)
+        for _, t in leaves
+    ]
+
+
+def batch_size_of(leaves: Sequence[tuple[str, Tensor]]) -> int:
+    """The batch size is the first dimension of the first tensor that has one."""
+    for _, tensor in leaves:
+        if tensor.dim():
+            return int(tensor.shape[0])
+    raise ValueError("the batch holds no tensor with a batch dimension")

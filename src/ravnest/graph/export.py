@@ -1,0 +1,273 @@
+"""From a live model and its loss to one flat list of aten calls, by `torch.export`.
+
+The exported graph is walked once: regions without gradients or autocast are inlined and their ops flagged,
+assertions dropped, tuple results named at their producer (so that a tuple never crosses a cut), Python
+arithmetic on sizes becomes `sym.*`. What has no data form is refused with the line of the model it stands on.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from ..core.errors import TraceError, UnsupportedOp
+from .ops import ALLOWED, FAMILIES
+from .program import Arg, Op, dtype_name
+
+__all__ = ["Flat", "Ref", "encode_call", "export_flat", "op_name"]
+
+_DROPPED = (
+    "aten._assert_async.msg", "aten._assert_scalar.default", "aten._assert_tensor_metadata.default",
+    "aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default",
+)  # fmt: skip
+_RENAMED = {  # the same operation under a name the list has
+    "aten.__and__.Tensor": "aten.bitwise_and.Tensor",
+    "aten.__and__.Scalar": "aten.bitwise_and.Scalar",
+    "aten.__or__.Tensor": "aten.bitwise_or.Tensor",
+    "aten.__or__.Scalar": "aten.bitwise_or.Scalar",
+    "aten.__xor__.Tensor": "aten.bitwise_xor.Tensor",
+    "aten.empty.memory_format": "aten.zeros.default",  # uninitialised memory of a lender is nobody's business
+    "aten.empty_like.default": "aten.zeros_like.default",
+    "aten.new_empty.default": "aten.new_zeros.default",
+    "aten.to.prim_Device": "aten.to.device",
+    "aten._unsafe_view.default": "aten.view.default",
+}
+_PYTHON: dict[Callable[..., Any], str] = {
+    operator.add: "sym.add", operator.sub: "sym.sub", operator.mul: "sym.mul",
+    operator.floordiv: "sym.floordiv", operator.truediv: "sym.truediv", operator.mod: "sym.mod",
+    operator.neg: "sym.neg", operator.eq: "sym.eq", operator.ne: "sym.ne", operator.lt: "sym.lt",
+    operator.le: "sym.le", operator.gt: "sym.gt", operator.ge: "sym.ge", torch.sym_max: "sym.max",
+    torch.sym_min: "sym.min", torch.sym_float: "sym.float", torch.sym_int: "sym.int", math.ceil: "sym.ceil",
+    math.floor: "sym.floor", math.trunc: "sym.trunc", torch.sym_sum: "sym.sum",
+}  # fmt: skip
+_FORMATS = {
+    torch.contiguous_format: "~contiguous_format",
+    torch.channels_last: "~channels_last",
+    torch.channels_last_3d: "~channels_last_3d",
+    torch.preserve_format: "~preserve_format",
+}
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
+
+
+class Ref(str):
+    """A value's name with its sign, told apart from the model's own strings."""
+
+
+@dataclass
+class Flat:
+    """The exported graph as a list, still with the graph's own names and its in-place calls."""
+
+    ops: list[Op] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    state: dict[str, str] = field(default_factory=dict)  # value name -> name in the module
+    dtypes: dict[str, str] = field(default_factory=dict)  # of the tensors among the values
+    constants: dict[str, Tensor] = field(default_factory=dict)  # name in the module -> tensor
+
+
+def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]]) -> Flat:
+    """Export `module(*inputs)` and flatten it. `dims` says which dimensions follow the batch."""
+    try:
+        exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
+    except Exception as error:  # whatever the user's model raises while it is traced is about that model
+        raise TraceError(_explain(error)) from error
+    return _flatten(exported)
+
+
+def _explain(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    first = text.split("\n\n")[0][:600]
+    if "Constraints violated" in text or "ConstraintViolation" in type(error).__name__:
+        return (
+            f"the model fixes the batch size: {first}\n"
+            "Write it without the number (x.shape[0], -1), or trace with dynamic_batch=False."
+        )
+    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "GuardOnData" in text:
+        return (
+            f"the model's control flow or a shape depends on the values of its tensors: {first}\n"
+            "Use torch.where, masks or a fixed size instead."
+        )
+    return f"the model cannot be traced: {type(error).__name__}: {first}"
+
+
+def _flatten(exported: torch.export.ExportedProgram) -> Flat:
+    flat = Flat()
+    signature = exported.graph_signature
+    targets = {spec.arg.name: spec for spec in signature.input_specs}
+    env: dict[Node, Any] = {}
+    for node in exported.graph.find_nodes(op="placeholder"):
+        env[node] = Ref("%" + node.name)
+        flat.dtypes[node.name] = dtype_name(node.meta["val"].dtype)
+        spec = targets[node.name]
+        if spec.kind.name == "USER_INPUT":
+            flat.inputs.append(node.name)
+        elif spec.kind.name in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
+            flat.state[node.name] = str(spec.target)
+            if spec.kind.name == "CONSTANT_TENSOR":
+                flat.constants[str(spec.target)] = exported.constants[str(spec.target)]
+        else:
+            raise TraceError(f"the model carries a {spec.kind.name.lower()} that has no data form: {spec.target}")
+    outputs = _Walk(flat).region(exported.graph_module, env, "", no_grad=False, no_autocast=False)
+    for output, out_spec in zip(outputs, signature.output_specs, strict=True):
+        if out_spec.kind.name not in ("USER_OUTPUT", "LOSS_OUTPUT"):
+            raise TraceError(f"the model changes its {out_spec.target} in a way that has no data form")
+        if not isinstance(output, Ref):
+            raise TraceError(f"the loss function returned {output!r}, not a tensor that depends on the model")
+        flat.outputs.append(output[1:])
+    return flat
+
+
+class _Walk:
+    """Walks a graph and the regions inside it, appending to a flat list."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+
+    def region(
+        self, module: GraphModule, env: dict[Node, Any], prefix: str, *, no_grad: bool, no_autocast: bool
+    ) -> Any:
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                env[node] = getattr(module, str(node.target))
+            elif node.op == "output":
+                return _look(node.args[0], env)
+            elif node.op == "call_function":
+                self._call(node, env, prefix, no_grad, no_autocast)
+        raise AssertionError("a graph without output")
+
+    def _call(self, node: Node, env: dict[Node, Any], prefix: str, no_grad: bool, no_autocast: bool) -> None:
+        target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            env[node] = self._inline(node, env, prefix, no_grad, no_autocast)
+            return
+        if target is operator.getitem:
+            env[node] = _look(node.args[0], env)[node.args[1]]
+            return
+        name = op_name(target)
+        if name in _DROPPED:
+            return
+        if name not in ALLOWED and not name.startswith("sym.") and name != "aten.sym_size.int":
+            _check_in_place(name, node)
+        outs, env[node] = _outs(node, prefix)
+        if isinstance(node.meta["val"], Tensor):
+            self.flat.dtypes[outs[0]] = dtype_name(node.meta["val"].dtype)
+        args, kwargs = encode_call(_look(node.args, env), _look(node.kwargs, env), source_of(node))
+        self.flat.ops.append(Op(name, outs, args, kwargs, no_grad=no_grad, no_autocast=no_autocast))
+        self.flat.sources.append(source_of(node))
+
+    def _inline(self, node: Node, env: dict[Node, Any], prefix: str, no_grad: bool, no_autocast: bool) -> Any:
+        name = str(node.target)
+        if name == "wrap_with_set_grad_enabled":
+            enabled, inner, *rest = node.args
+            no_grad = no_grad or not enabled
+        elif name == "wrap_with_autocast":
+            _, _, enabled, _, inner, *rest = node.args
+            if enabled:
+                raise TraceError(
+                    f"{source_of(node)} enters torch.autocast; leave it out and use Ravnest's own bf16 option"
+                )
+            no_autocast = True
+        else:
+            raise UnsupportedOp(
+                f"{source_of(node)} uses {name}, which has no data form; "
+                "write it with ordinary tensor operations (torch.where for a branch, a Python loop for a scan)"
+            )
+        module = env[inner]  # type: ignore[index]
+        places = module.graph.find_nodes(op="placeholder")
+        inner_env = {p: _look(v, env) for p, v in zip(places, rest, strict=True)}
+        return self.region(module, inner_env, f"{prefix}{node.name}.", no_grad=no_grad, no_autocast=no_autocast)
+
+
+def _look(item: Any, env: Mapping[Node, Any]) -> Any:
+    """Nodes replaced by what they stand for, in any nesting."""
+    if isinstance(item, Node):
+        return env[item]
+    if isinstance(item, list | tuple):
+        return tuple(_look(i, env) for i in item)
+    if isinstance(item, dict):
+        return {k: _look(v, env) for k, v in item.items()}
+    return item
+
+
+def _outs(node: Node, prefix: str) -> tuple[tuple[str, ...], Any]:
+    """Names for an op's results; of a tuple only those that somebody uses."""
+    name = prefix + node.name
+    value = node.meta["val"]
+    if not isinstance(value, list | tuple):
+        return (name,), Ref("%" + name)
+    used = {user.args[1] for user in node.users if user.target is operator.getitem}
+    whole = any(user.target is not operator.getitem for user in node.users)
+    outs = tuple(f"{name}.{i}" if whole or i in used else "" for i in range(len(value)))
+    return outs, tuple(Ref("%" + out) if out else None for out in outs)
+
+
+def op_name(target: Any) -> str:
+    """The name under which an op is written, or a refusal."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+        return _RENAMED.get(name, name)
+    if target in _PYTHON:
+        return _PYTHON[target]
+    if getattr(target, "__name__", "") == "_sym_sqrt":
+        return "sym.sqrt"
+    return f"python.{getattr(target, '__name__', target)}"
+
+
+def _check_in_place(name: str, node: Node) -> None:
+    """Refuse an op that is not allowed, unless it is the in-place form of one that is."""
+    parts = name.split(".")
+    if len(parts) == 3 and parts[1].endswith("_") and f"aten.{parts[1][:-1]}.{parts[2]}" in ALLOWED:
+        return
+    raise UnsupportedOp(
+        f"{source_of(node)} needs {name}, which is not on the list of operations a stage may use "
+        f"({len(ALLOWED)} operations in {len(FAMILIES)} families, ravnest/graph/ops.py). Write that line with "
+        "operations that are on it, or propose the operation: CONTRIBUTING.md, 'A new operation'"
+    )
+
+
+def source_of(node: Node) -> str:
+    """The innermost line of the model that made this node: `file.py:12 in forward: x = ...`."""
+    frames = _LINE.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return "the model"
+    path, line, function, code = frames[-1]
+    return f"{path}:{line} in {function}: {code.strip()}"
+
+
+def encode_call(
+    args: Any, kwargs: Mapping[str, Any], source: str
+) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
+    """Arguments in their data form. Layout and pinning are the runner's business and left out."""
+    kept = {k: v for k, v in kwargs.items() if k not in ("layout", "pin_memory", "generator") and v is not None}
+    return tuple(_encode(a, source) for a in args), {k: _encode(v, source) for k, v in kept.items()}
+
+
+def _encode(item: Any, source: str) -> Any:
+    if item is None or isinstance(item, bool | int):
+        return item
+    if isinstance(item, float):
+        if math.isnan(item):
+            raise TraceError(f"{source} uses a NaN constant, which no stage may contain")
+        return item if math.isfinite(item) else ("#inf" if item > 0 else "#-inf")
+    if isinstance(item, str):
+        return str(item) if isinstance(item, Ref) else "=" + item
+    if isinstance(item, list | tuple):
+        return tuple(_encode(i, source) for i in item)
+    if isinstance(item, torch.dtype):
+        return "$" + dtype_name(item)
+    if isinstance(item, torch.device):
+        return "@"
+    if isinstance(item, torch.memory_format):
+        return _FORMATS[item]
+    if isinstance(item, torch.layout) and item is torch.strided:
+        return None
+    raise TraceError(f"{source} passes a {type(item).__name__} to an operation; it has no data form")

@@ -1,0 +1,209 @@
+"""How a model gets its first weights, recorded as data.
+
+The builder runs under fake tensors while every operation it does is written down. What a stage needs to make
+its own tensors, and only those, is then a slice of that list; random numbers that belong to other tensors become
+`Draw`s, so that the generator stays in step and each stage gets the very bits the whole model would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..core.errors import TraceError
+from .export import Ref, encode_call, op_name
+from .ops import INIT_ALLOWED, is_random
+from .program import Draw, Init, Op, dtype_name, map_refs, refs
+
+__all__ = ["InitLog", "record"]
+
+LITERAL = "ravnest.literal"
+LITERAL_LIMIT = 1 << 16
+_SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
+_Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # storage, offset, shape, strides
+
+
+@dataclass
+class _Step:
+    op: Op
+    written: tuple[int, ...]  # storages the op makes or changes
+    read: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class InitLog:
+    """Everything a builder did, in order. Tensors are told apart by where they lie in which storage."""
+
+    steps: list[_Step] = field(default_factory=list)
+    names: dict[_Key, str] = field(default_factory=dict)
+    literals: dict[str, Tensor] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)  # so that no storage's address is used twice
+
+    def name(self, tensor: Tensor) -> str:
+        self.alive.append(tensor)
+        return self.names.setdefault(_key(tensor), f"i{len(self.names)}")
+
+    def literal(self, tensor: Tensor, fake: Tensor) -> None:
+        """A tensor written out in the builder's code, such as `torch.tensor([1, 2])`."""
+        if tensor.numel() > LITERAL_LIMIT:
+            raise TraceError(
+                f"the builder brings a ready tensor of {tensor.numel()} elements; "
+                "make it with torch operations, or pass the model itself instead of a builder"
+            )
+        name = self.name(fake)
+        self.literals[name] = tensor
+        self._append(Op(LITERAL, (name,)), fake, [], [fake])
+
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        outs = result if isinstance(result, list | tuple) else (result,)
+        reads = list(_tensors((args, kwargs)))
+        changed = [args[0]] if func._schema.is_mutable else []
+        name = op_name(func)
+        if name in _SAME:
+            self.names[_key(outs[0])] = self.name(reads[0])
+            return
+        coded_args, coded_kwargs = encode_call(_named(args, self), _named(kwargs, self), "the builder")
+        name, coded_args, coded_kwargs = _public_form(name, coded_args, coded_kwargs)
+        produced = [o for o in outs if isinstance(o, Tensor)]
+        out_names = ("",) * len(outs) if changed else tuple(self.name(o) for o in produced)
+        self._append(Op(name, out_names, coded_args, coded_kwargs), outs[0], reads, [*changed, *produced])
+
+    def _append(self, op: Op, first: Any, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        shape = tuple(first.shape) if isinstance(first, Tensor) else ()
+        dtype = dtype_name(first.dtype) if isinstance(first, Tensor) else ""
+        self.steps.append(_Step(op, tuple(map(_storage, writes)), tuple(map(_storage, reads)), shape, dtype))
+
+    def init_for(self, targets: Mapping[str, Tensor]) -> Init:
+        """The list that makes exactly `targets` (name in the model -> tensor)."""
+        needed = {_storage(t) for t in targets.values()}
+        rename = {self.names[_key(t)]: name for name, t in targets.items() if _key(t) in self.names}
+        self._check_made(targets)
+        chosen: list[_Step | None] = [None] * len(self.steps)
+        for i in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[i]
+            if needed.intersection(step.written):
+                needed.update(step.read)
+                chosen[i] = step
+        ops: list[Op] = []
+        draws: list[Draw] = []
+        for step, kept in zip(self.steps, chosen, strict=True):
+            if kept is not None:
+                ops.append(_checked(_rename(self._written_out(kept.op), rename)))
+            elif step.op.op.startswith("aten.") and is_random(step.op.op):
+                draws.append(_draw(step, len(ops)))
+        return Init(tuple(ops), tuple(draws))
+
+    def _written_out(self, op: Op) -> Op:
+        """A literal with its numbers; other ops as they are."""
+        if op.op != LITERAL:
+            return op
+        tensor = self.literals[op.outs[0]]
+        numbers = tuple(tensor.flatten().tolist())
+        return Op(LITERAL, op.outs, (numbers, "$" + dtype_name(tensor.dtype), tuple(tensor.shape)))
+
+    def _check_made(self, targets: Mapping[str, Tensor]) -> None:
+        for name, tensor in targets.items():
+            if _key(tensor) not in self.names:
+                raise TraceError(
+                    f"{name} was not made by torch operations inside the builder; "
+                    "make it there, or pass the model itself instead of a builder"
+                )
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, log: InitLog) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for given in _tensors((args, kwargs or {})):
+            if not isinstance(given, FakeTensor) and isinstance(result, Tensor):
+                self.log.literal(given, result)
+                return result
+        self.log.call(func, args, kwargs or {}, result)
+        return result
+
+
+def record(builder: Callable[[], nn.Module], fake: FakeTensorMode) -> tuple[nn.Module, InitLog]:
+    """Build the model without memory for its weights, and the list of what it did."""
+    log = InitLog()
+    try:
+        with fake, _Recorder(log):
+            module = builder()
+    except TraceError:
+        raise
+    except Exception as error:  # whatever the user's builder raises is about that builder
+        raise TraceError(
+            f"the builder does not work without real tensors: {type(error).__name__}: {str(error)[:400]}\n"
+            "Do not look at values of tensors while building, or pass the model itself instead of a builder."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"the builder returned a {type(module).__name__}, not a torch.nn.Module")
+    return module, log
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _key(tensor: Tensor) -> _Key:
+    return _storage(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+
+def _tensors(item: Any) -> Iterable[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, list | tuple):
+        for part in item:
+            yield from _tensors(part)
+    elif isinstance(item, Mapping):
+        yield from _tensors(list(item.values()))
+
+
+def _named(item: Any, log: InitLog) -> Any:
+    if isinstance(item, Tensor):
+        return Ref("%" + log.name(item))
+    if isinstance(item, list | tuple):
+        return tuple(_named(part, log) for part in item)
+    if isinstance(item, Mapping):
+        return {key: _named(part, log) for key, part in item.items()}
+    return item
+
+
+def _public_form(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+    """Ops that torch calls by a private name here, under their public one."""
+    if name == "aten._to_copy.default":
+        dtype = kwargs.get("dtype")
+        return ("aten.to.dtype", (*args, dtype), {}) if dtype else ("aten.clone.default", args, {})
+    return name, args, kwargs
+
+
+def _rename(op: Op, names: Mapping[str, str]) -> Op:
+    renamed = map_refs(op, lambda name: names.get(name, name))
+    return Op(renamed.op, tuple(names.get(o, o) for o in op.outs), renamed.args, renamed.kwargs)
+
+
+def _checked(op: Op) -> Op:
+    if op.op != LITERAL and op.op not in INIT_ALLOWED:
+        raise TraceError(
+            f"the builder initialises a tensor with {op.op}, which no stage may use; "
+            "use other torch operations, or pass the model itself instead of a builder"
+        )
+    return op
+
+
+def _draw(step: _Step, at: int) -> Draw:
+    if any(True for _ in refs(step.op)) and len(list(refs(step.op))) > 1:
+        raise TraceError(f"the builder draws random numbers with {step.op.op} from other tensors; pass the model itself")
+    in_place = step.op.op.split(".")[1].endswith("_")
+    args = step.op.args[1:] if in_place else step.op.args
+    return Draw(at, step.op.op, step.dtype, step.shape, args)

@@ -1,0 +1,64 @@
+"""Bytes over a socket that never blocks: system calls move what they can, one `poll` does the waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import selectors
+import socket
+from collections.abc import Sequence
+
+__all__ = ["SocketChannel", "wait_ready"]
+
+_HAS_POLL = hasattr(select, "poll")  # not on Windows, whose select() has no limit on socket numbers
+_HAS_VECTORS = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
+_MAX_POLL_MS = 2**31 - 1
+
+
+def wait_ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
+    """Wait until `sock` can be read or written (`selectors.EVENT_*`), or has ended."""
+    if _HAS_POLL:
+        poller = select.poll()
+        poller.register(sock, select.POLLIN if event == selectors.EVENT_READ else select.POLLOUT)
+        return bool(poller.poll(min(math.ceil(timeout_s * 1000), _MAX_POLL_MS)))
+    readers, writers = ([sock], []) if event == selectors.EVENT_READ else ([], [sock])
+    return any(select.select(readers, writers, [sock], timeout_s))
+
+
+class SocketChannel:
+    """A `Channel` over a connected stream socket, which it owns."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+
+    def try_write(self, views: Sequence[memoryview]) -> int:
+        try:
+            return self._sock.sendmsg(views) if _HAS_VECTORS else self._sock.send(views[0])
+        except BlockingIOError:
+            return 0
+
+    def try_flush(self) -> bool:
+        return True
+
+    def try_read(self, views: Sequence[memoryview]) -> int | None:
+        try:
+            if _HAS_VECTORS and len(views) > 1:
+                return self._sock.recvmsg_into(views)[0]
+            return self._sock.recv_into(views[0])
+        except BlockingIOError:
+            return None
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        return wait_ready(self._sock, selectors.EVENT_WRITE, timeout_s)
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        return wait_ready(self._sock, selectors.EVENT_READ, timeout_s)
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):  # the peer was first; those who wait have been woken by that
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
