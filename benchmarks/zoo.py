@@ -14,9 +14,9 @@ from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 
 # PyPI's torchvision next to a CPU torch: its compiled operators cannot load, and its Python part, which is all
 # that models and transformers need, refuses to import unless these two names exist.
-_lib = torch.library.Library("torchvision", "DEF")
+_lib = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 for _name in ("nms", "qnms"):
-    _lib.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _lib.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
 
 VOCAB = 512
 

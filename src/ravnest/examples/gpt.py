@@ -43,7 +43,8 @@ class Block(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.drop(self.proj(y.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.drop(self.out(F.gelu(self.fc(self.norm2(x)))))
+        hidden: Tensor = self.drop(self.out(F.gelu(self.fc(self.norm2(x)))))
+        return x + hidden
 
 
 class GPT(nn.Module):

@@ -110,7 +110,7 @@ def split_batch(batch: Any, has_targets: bool) -> dict[str, Any]:
 
 def input_name(path: str, taken: set[str]) -> str:
     """`batch.inputs.input_ids` -> `inputs.input_ids`, made of safe letters and not yet taken."""
-    name = "".join(c if c.isalnum() and c.isascii() or c in "._" else "_" for c in path.removeprefix("batch."))
+    name = "".join(c if (c.isalnum() and c.isascii()) or c in "._" else "_" for c in path.removeprefix("batch."))
     while name in taken:
         name += "_"
     taken.add(name)

@@ -243,9 +243,7 @@ def source_of(node: Node) -> str:
     return f"{path}:{line} in {function}: {code.strip()}"
 
 
-def encode_call(
-    args: Any, kwargs: Mapping[str, Any], source: str
-) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
+def encode_call(args: Any, kwargs: Mapping[str, Any], source: str) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
     """Arguments in their data form. Layout and pinning are the runner's business and left out."""
     kept = {k: v for k, v in kwargs.items() if k not in ("layout", "pin_memory", "generator") and v is not None}
     return tuple(_encode(a, source) for a in args), {k: _encode(v, source) for k, v in kept.items()}

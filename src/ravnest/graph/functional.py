@@ -1,9 +1,9 @@
 """In-place calls become functional ones, or are pinned where they cannot.
 
-    relu_(x)            ->  y = relu(x), and whoever read x later reads y
-    x[:, 0].mul_(2)     ->  kept: another name of the same memory is read later, so the ops from the one that
-                            made the memory to the last write form an island that no cut may split
-    count.add_(1)       ->  kept: a buffer of the model's own, written by the stage that owns it
+relu_(x)            ->  y = relu(x), and whoever read x later reads y
+x[:, 0].mul_(2)     ->  kept: another name of the same memory is read later, so the ops from the one that
+                        made the memory to the last write form an island that no cut may split
+count.add_(1)       ->  kept: a buffer of the model's own, written by the stage that owns it
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class _Rewrite:
         target = self._current(original)
         root = self.root[target]
         if root in self.parameters:
-            raise TraceError(
-                f"{source} writes to a parameter of the model in its forward pass; only the optimizer may"
-            )
+            raise TraceError(f"{source} writes to a parameter of the model in its forward pass; only the optimizer may")
         twin = _twin(op)
         others_read_later = any(
             self.last_read.get(name, -1) > i
@@ -190,5 +188,3 @@ def _next_kept(place: dict[int, int], count: int) -> list[int]:
     for i in range(count - 1, -1, -1):
         following[i] = place.get(i, following[i + 1])
     return following
-
-

@@ -7,14 +7,14 @@ A value gets a gradient if autograd says so in that run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..core.errors import TraceError
-from .program import DTYPES, Dim, Op, State, Value, dtype_name, resolve_dim
+from .program import DTYPES, SCALARS, Dim, Op, State, Value, dtype_name, resolve_dim
 from .run import run_op
 
 __all__ = ["fake_inputs", "fake_state", "infer"]
@@ -43,10 +43,15 @@ def fake_inputs(values: Sequence[Value], batch: int) -> list[Tensor]:
 
 def infer(
     inputs: Sequence[Value], state: Sequence[State], ops: Sequence[Op], sources: Sequence[str]
-) -> dict[str, Value]:
-    """A description of every value of the program, inputs included."""
+) -> tuple[dict[str, Value], set[str]]:
+    """A description of every value, inputs included, and the names of those that have none.
+
+    A value has no description if a size of it is not `a * batch + b`; it cannot cross a cut.
+    """
     seen = [_observe(inputs, state, ops, sources, batch) for batch in BATCHES]
-    return {name: _describe(name, seen[0][name], seen[1][name]) for name in seen[0]}
+    described = {name: _describe(name, seen[0][name], seen[1][name]) for name in seen[0]}
+    unknown = {name for name, value in described.items() if value is None}
+    return {name: value or _nameless(name, seen[0][name]) for name, value in described.items()}, unknown
 
 
 def _observe(
@@ -69,18 +74,26 @@ def _observe(
 def _look(value: Any) -> _Seen:
     if isinstance(value, Tensor):
         return dtype_name(value.dtype), tuple(int(d) for d in value.shape), value.requires_grad
-    return {bool: "boolean", int: "int", float: "float"}[type(value)], (), False
+    return {bool: "boolean", int: "int", float: "float"}[type(value)], (int(value),), False
 
 
-def _describe(name: str, small: _Seen, large: _Seen) -> Value:
-    if len(small[1]) != len(large[1]) or small[0] != large[0]:
-        raise TraceError(f"value {name} has another rank or dtype at another batch size")
+def _describe(name: str, small: _Seen, large: _Seen) -> Value | None:
+    if len(small[1]) != len(large[1]) or small[0] != large[0] or small[0] in ("boolean", "float"):
+        return None
     shape = tuple(_dim(d, e) for d, e in zip(small[1], large[1], strict=True))
-    return Value(name, small[0], shape, grad=small[2])
+    if None in shape:
+        return None
+    dims = cast(tuple[Dim, ...], shape)
+    return Value(name, "int", number=dims[0]) if small[0] == "int" else Value(name, small[0], dims, grad=small[2])
 
 
-def _dim(small: int, large: int) -> Dim:
+def _nameless(name: str, seen: _Seen) -> Value:
+    """Enough for a value that stays where it is made."""
+    return Value(name, seen[0], () if seen[0] in SCALARS else seen[1], grad=seen[2])
+
+
+def _dim(small: int, large: int) -> Dim | None:
     scale, rest = divmod(large - small, BATCHES[1] - BATCHES[0])
     if rest:
-        raise TraceError(f"a size grows from {small} to {large} when the batch grows from {BATCHES[0]} to {BATCHES[1]}")
+        return None
     return small if scale == 0 else (scale, small - scale * BATCHES[0])

@@ -125,9 +125,7 @@ def _state(value: str, target: str, tensor: Tensor, kind: str, persistent: bool)
 
 def _public_names(everything: Mapping[str, Tensor], constants: set[str]) -> dict[str, str]:
     """The model's own names; the loss's begin with `loss.`, constants with `constant.`."""
-    names = {
-        name: f"constant.{name}" if name in constants else name.removeprefix("model.") for name in everything
-    }
+    names = {name: f"constant.{name}" if name in constants else name.removeprefix("model.") for name in everything}
     if len(set(names.values())) < len(names):
         raise TraceError("the model has a submodule called 'loss' or 'constant', as our own names for them: rename it")
     return names

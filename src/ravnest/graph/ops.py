@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ALLOWED", "FAMILIES", "INIT_ALLOWED", "Family", "SYM", "resolve", "schema_of", "train_flags"]
+__all__ = [
+    "ALLOWED", "FAMILIES", "INIT_ALLOWED", "LITERAL", "LITERAL_LIMIT", "SYM", "Family",
+    "is_random", "resolve", "schema_of", "train_flags", "writes_statistics",
+]  # fmt: skip
 
 
 class Family(NamedTuple):
@@ -159,9 +162,7 @@ _INIT_ONLY = """abs_.default add_.Scalar add_.Tensor bernoulli_.float clamp_.def
     sqrt_.default sub_.Scalar sub_.Tensor tril_.default triu_.default trunc_.default uniform_.default
     zero_.default linalg_qr.default randperm.default normal.float_float diagonal.default"""
 
-ALLOWED: dict[str, str] = {
-    f"aten.{op}": family for family, entry in FAMILIES.items() for op in entry.ops.split()
-}
+ALLOWED: dict[str, str] = {f"aten.{op}": family for family, entry in FAMILIES.items() for op in entry.ops.split()}
 _INIT_FAMILIES = ("views", "conversions", "creation", "joining", "arithmetic", "logic", "indexing", "reductions",
                   "products", "randomness")  # fmt: skip
 INIT_ALLOWED: dict[str, str] = {
@@ -169,6 +170,8 @@ INIT_ALLOWED: dict[str, str] = {
     **{f"aten.{op}": "initialisation" for op in _INIT_ONLY.split()},
 }
 
+LITERAL = "ravnest.literal"  # a small tensor written out in a builder: (numbers, dtype, shape)
+LITERAL_LIMIT = 1 << 16
 _BOUND = 2**63 - 1
 
 
@@ -184,16 +187,14 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-SYM: dict[str, Callable[..., Any]] = {
-    f"sym.{name}": _bounded(function)
-    for name, function in {
-        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
-        "truediv": operator.truediv, "mod": operator.mod, "neg": operator.neg, "eq": operator.eq,
-        "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
-        "max": max, "min": min, "float": float, "int": int, "sqrt": math.sqrt, "ceil": math.ceil,
-        "floor": math.floor, "trunc": math.trunc, "sum": lambda *numbers: sum(numbers),
-    }.items()
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
+    "truediv": operator.truediv, "mod": operator.mod, "neg": operator.neg, "eq": operator.eq,
+    "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "max": max, "min": min, "float": float, "int": int, "sqrt": math.sqrt, "ceil": math.ceil,
+    "floor": math.floor, "trunc": math.trunc, "sum": lambda *numbers: sum(numbers),
 }  # fmt: skip
+SYM = {f"sym.{name}": _bounded(function) for name, function in _ARITHMETIC.items()}
 
 
 @cache
@@ -203,10 +204,16 @@ def resolve(name: str) -> Callable[..., Any]:
         return SYM[name]
     if name == "aten.sym_size.int":
         return _size
+    if name == LITERAL:
+        return _literal
     assert name in ALLOWED or name in INIT_ALLOWED, name
     _, op, overload = name.split(".")
     function: Callable[..., Any] = getattr(getattr(torch.ops.aten, op), overload)
     return function
+
+
+def _literal(numbers: list[Any], dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype).reshape(shape)
 
 
 def _size(tensor: torch.Tensor, dim: int) -> int:

@@ -50,12 +50,16 @@ class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Value(_Data, frozen=True):
-    """A tensor (or a number) that has a name: what it looks like, and whether a gradient comes back for it."""
+    """A tensor that has a name: what it looks like, and whether a gradient comes back for it.
+
+    A value may also be a number that the batch size determines (`dtype` "int"); `number` says which.
+    """
 
     name: str
     dtype: str
     shape: tuple[Dim, ...] = ()
     grad: bool = False
+    number: Dim | None = None
 
 
 class State(_Data, frozen=True):
@@ -85,7 +89,7 @@ class Op(_Data, frozen=True):
     op: str
     outs: tuple[str, ...]
     args: tuple[Arg, ...] = ()
-    kwargs: dict[str, Arg] = {}  # noqa: RUF012  (msgspec copies an empty default)
+    kwargs: dict[str, Arg] = {}
     no_grad: bool = False
     no_autocast: bool = False
 

@@ -11,20 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.errors import TraceError
 from .export import Ref, encode_call, op_name
-from .ops import INIT_ALLOWED, is_random
+from .ops import INIT_ALLOWED, LITERAL, LITERAL_LIMIT, is_random
 from .program import Draw, Init, Op, dtype_name, map_refs, refs
 
 __all__ = ["InitLog", "record"]
 
-LITERAL = "ravnest.literal"
-LITERAL_LIMIT = 1 << 16
 _SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # storage, offset, shape, strides
 
@@ -70,6 +67,8 @@ class InitLog:
         if name in _SAME:
             self.names[_key(outs[0])] = self.name(reads[0])
             return
+        if not changed and all(isinstance(o, Tensor) and _key(o) in self.names for o in outs):
+            return  # the same view of the same memory once more
         coded_args, coded_kwargs = encode_call(_named(args, self), _named(kwargs, self), "the builder")
         name, coded_args, coded_kwargs = _public_form(name, coded_args, coded_kwargs)
         produced = [o for o in outs if isinstance(o, Tensor)]
@@ -99,15 +98,15 @@ class InitLog:
                 ops.append(_checked(_rename(self._written_out(kept.op), rename)))
             elif step.op.op.startswith("aten.") and is_random(step.op.op):
                 draws.append(_draw(step, len(ops)))
-        return Init(tuple(ops), tuple(draws))
+        return Init(tuple(ops), tuple(d for d in draws if d.at < len(ops)))
 
     def _written_out(self, op: Op) -> Op:
         """A literal with its numbers; other ops as they are."""
         if op.op != LITERAL:
             return op
         tensor = self.literals[op.outs[0]]
-        numbers = tuple(tensor.flatten().tolist())
-        return Op(LITERAL, op.outs, (numbers, "$" + dtype_name(tensor.dtype), tuple(tensor.shape)))
+        call = (tensor.flatten().tolist(), tensor.dtype, tuple(tensor.shape))
+        return Op(LITERAL, op.outs, encode_call(call, {}, "the builder")[0])
 
     def _check_made(self, targets: Mapping[str, Tensor]) -> None:
         for name, tensor in targets.items():
@@ -118,9 +117,9 @@ class InitLog:
                 )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, log: InitLog) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +151,7 @@ def record(builder: Callable[[], nn.Module], fake: FakeTensorMode) -> tuple[nn.M
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _key(tensor: Tensor) -> _Key:
@@ -202,8 +201,10 @@ def _checked(op: Op) -> Op:
 
 
 def _draw(step: _Step, at: int) -> Draw:
-    if any(True for _ in refs(step.op)) and len(list(refs(step.op))) > 1:
-        raise TraceError(f"the builder draws random numbers with {step.op.op} from other tensors; pass the model itself")
+    if len(list(refs(step.op))) > 1:
+        raise TraceError(
+            f"the builder draws random numbers with {step.op.op} by other tensors; pass the model itself instead"
+        )
     in_place = step.op.op.split(".")[1].endswith("_")
     args = step.op.args[1:] if in_place else step.op.args
     return Draw(at, step.op.op, step.dtype, step.shape, args)

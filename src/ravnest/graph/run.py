@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import ALLOWED, SYM, resolve, schema_of, train_flags
+from .ops import ALLOWED, LITERAL, SYM, resolve, schema_of, train_flags
 from .program import DTYPES, Arg, Op, Stage, refs
 
 __all__ = ["Runner", "decode", "returns_one", "run_op"]
@@ -77,9 +77,7 @@ class Runner:
         self._compiled = {True: _Compiler(stage, self.device, training=True)}
         self._state = [(s.target, i) for i, s in enumerate(stage.state)]
 
-    def __call__(
-        self, state: Mapping[str, Tensor], inputs: Sequence[Any], *, training: bool = True
-    ) -> tuple[Any, ...]:
+    def __call__(self, state: Mapping[str, Tensor], inputs: Sequence[Any], *, training: bool = True) -> tuple[Any, ...]:
         """Outputs of the stage for `inputs`, with parameters and buffers taken from `state` by their names.
 
         Buffers that the model updates are written in place when training and left alone when not.
@@ -144,8 +142,8 @@ class _Compiler:
         self.device = device
         self.template: list[Any] = [None] * (len(stage.state) + len(stage.inputs))
         self.place_of: dict[str, int] = {}
-        for i, item in enumerate((*stage.state, *stage.inputs)):
-            self.place_of[item.name] = i
+        for i, name in enumerate([*(s.name for s in stage.state), *(v.name for v in stage.inputs)]):
+            self.place_of[name] = i
         self._void = self._new_place()
         ops = stage.ops if training else _for_evaluation(stage)
         self.regions = self._regions(ops, keep={v.name for v in stage.outputs})
@@ -203,7 +201,7 @@ class _Compiler:
 
 def returns_one(name: str) -> bool:
     """Whether an op gives one result (and not a tuple or a list of them)."""
-    if name in SYM or name == "aten.sym_size.int":
+    if name in SYM or name in ("aten.sym_size.int", LITERAL):
         return True
     returns = schema_of(name).returns
     return len(returns) == 1 and str(returns[0].type) in ("Tensor", "number", "int", "SymInt")

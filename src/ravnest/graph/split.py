@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 
@@ -81,7 +82,7 @@ class Cutter:
         bounds = [0, *cuts, len(self.program.ops)]
         owners: dict[str, int] = {}
         stages = []
-        for index, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for index, (start, stop) in enumerate(pairwise(bounds)):
             stages.append(self._stage(index, start, stop, len(bounds) - 1, owners))
         return stages
 
@@ -149,9 +150,7 @@ def _derivable(cutter: Cutter) -> dict[str, tuple[str, ...]]:
             continue
         if any(n in cutter.state and cutter.state[n].kind == "parameter" for n in refs(op)):
             continue
-        sources = dict.fromkeys(
-            s for n in refs(op) if n not in cutter.state for s in made_of.get(n, (n,))
-        )
+        sources = dict.fromkeys(s for n in refs(op) if n not in cutter.state for s in made_of.get(n, (n,)))
         outs = [cutter.program.values[o] for o in op.outs if o]
         if any(v.grad for v in outs) or any(cutter.program.values[s].grad for s in sources):
             continue
@@ -165,5 +164,3 @@ def _cheap(op: Op) -> bool:
     if op.op in SYM or op.op == "aten.sym_size.int":
         return True
     return FAMILIES[ALLOWED[op.op]].cheap and not is_random(op.op)
-
-

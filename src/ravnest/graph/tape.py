@@ -30,9 +30,7 @@ class Tape:
     ) -> None:
         self._runner = runner
         self._state: Mapping[str, Tensor] = state
-        self._inputs = [
-            _leaf(given, value.grad) for given, value in zip(inputs, runner.stage.inputs, strict=True)
-        ]
+        self._inputs = [_leaf(given, value.grad) for given, value in zip(inputs, runner.stage.inputs, strict=True)]
         self._kept: tuple[Any, ...] | None = None
         self._rng: _RngState | None = None
         if recompute:

@@ -20,7 +20,7 @@ from .export import Flat, export_flat
 from .functional import Functional, drop_unused, functionalise
 from .infer import infer
 from .objective import Loss, Objective, Owned, collect, training
-from .program import Op, Program, State, Value, dtype_name, map_refs, refs
+from .program import Op, Program, Value, dtype_name, map_refs, refs
 from .recorder import InitLog, record
 
 __all__ = ["trace"]
@@ -99,10 +99,9 @@ def _assemble(
     outputs = _label_outputs(body, labels)
     names.update(zip(outputs, labels, strict=True))
     ops = _rename(body.ops, names)
-    state = tuple(
-        msgspec.structs.replace(s, name=names[s.name], mutated=s.name in body.mutated) for s in owned.state
-    )
-    values = infer(feed.values, state, ops, body.sources)
+    state = tuple(msgspec.structs.replace(s, name=names[s.name], mutated=s.name in body.mutated) for s in owned.state)
+    values, unknown = infer(feed.values, state, ops, body.sources)
+    together = {s.name for s in state if s.mutated} | unknown
     return Program(
         inputs=feed.values,
         outputs=tuple(values[label] for label in labels),
@@ -112,7 +111,7 @@ def _assemble(
         values=values,
         feed=feed,
         sources=tuple(body.sources),
-        islands=(*body.islands, *_buffer_islands(ops, state)),
+        islands=(*body.islands, *_stretches(ops, together)),
         ties=owned.ties,
         tensors=owned.tensors,
         log=log,
@@ -137,11 +136,11 @@ def _rename(ops: Sequence[Op], names: dict[str, str]) -> tuple[Op, ...]:
     return tuple(msgspec.structs.replace(op, outs=tuple(names[o] if o else "" for o in op.outs)) for op in renamed)
 
 
-def _buffer_islands(ops: Sequence[Op], state: Sequence[State]) -> list[tuple[int, int]]:
-    """A buffer that the model writes has one home: from its first use to its last there is no cut."""
-    uses: dict[str, list[int]] = {s.name: [] for s in state if s.mutated}
+def _stretches(ops: Sequence[Op], names: set[str]) -> list[tuple[int, int]]:
+    """From the first to the last op that touches each of `names`, values that must not cross a cut."""
+    touched: dict[str, list[int]] = {name: [] for name in names}
     for i, op in enumerate(ops):
-        for name in refs(op):
-            if name in uses:
-                uses[name].append(i)
-    return [(at[0], at[-1]) for at in uses.values() if at and at[0] != at[-1]]
+        for name in (*op.outs, *refs(op)):
+            if name in touched:
+                touched[name].append(i)
+    return [(at[0], at[-1]) for at in touched.values() if at and at[0] != at[-1]]

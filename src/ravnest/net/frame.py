@@ -119,9 +119,7 @@ def _check_counts(num_buffers: int, header_bytes: int) -> None:
     if num_buffers > MAX_BUFFERS:
         raise FrameError(f"a frame of {num_buffers} buffers is over the limit of {MAX_BUFFERS}")
     if header_bytes > MAX_HEADER_BYTES:
-        raise FrameError(
-            f"a frame with a header of {header_bytes} bytes is over the limit of {MAX_HEADER_BYTES}"
-        )
+        raise FrameError(f"a frame with a header of {header_bytes} bytes is over the limit of {MAX_HEADER_BYTES}")
 
 
 def _check_total(lengths: Sequence[int], max_bytes: int) -> None:

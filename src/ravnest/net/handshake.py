@@ -95,14 +95,10 @@ class TlsChannel(SocketChannel):
     def peer_name(self) -> str:
         """The node's name in its certificate, which the handshake has checked against the authority."""
         certificate = cast("dict[str, Any]", self._ssl.getpeercert() or {})
-        named = [
-            value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"
-        ]
+        named = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
         also = [value for key, value in certificate.get("subjectAltName", ()) if key == "DNS"]
         if len(named) != 1 or named != also:
-            raise HandshakeError(
-                f"the peer's certificate names {named} and {also}: it must name one node, twice"
-            )
+            raise HandshakeError(f"the peer's certificate names {named} and {also}: it must name one node, twice")
         return str(named[0])
 
     def _encrypt(self, view: memoryview) -> int:
@@ -125,9 +121,7 @@ class TlsChannel(SocketChannel):
             except ssl.SSLWantReadError:
                 return got_bytes or None
             except ssl.SSLError as error:
-                raise FrameError(
-                    f"what arrived is not from the peer of the handshake: {_reason(error)}"
-                ) from error
+                raise FrameError(f"what arrived is not from the peer of the handshake: {_reason(error)}") from error
         return got_bytes
 
 

@@ -155,9 +155,7 @@ def _node_extensions(name: str, authority: x509.Certificate) -> list[tuple[x509.
         (_usage(signs_certificates=False), True),
         (x509.ExtendedKeyUsage(uses), False),
         (
-            x509.SubjectAlternativeName(
-                [x509.DNSName(name), x509.UniformResourceIdentifier(f"ravnest:{name}")]
-            ),
+            x509.SubjectAlternativeName([x509.DNSName(name), x509.UniformResourceIdentifier(f"ravnest:{name}")]),
             False,
         ),
         (x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), False),
@@ -247,4 +245,6 @@ def _write(path: Path, data: bytes) -> None:
         partial.unlink()
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)

@@ -36,9 +36,7 @@ class LinkConfig:
     max_frame_bytes: int = 2**32
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.generation <= MAX_GENERATION, f"generation {self.generation} does not fit in 32 bits"
-        )
+        require(0 <= self.generation <= MAX_GENERATION, f"generation {self.generation} does not fit in 32 bits")
         require(self.max_frame_bytes >= 0, "max_frame_bytes is a number of bytes, 0 or more")
 
 
@@ -80,9 +78,7 @@ class Link(Protocol):
     @property
     def stats(self) -> LinkStats: ...
 
-    def send(
-        self, header: msgspec.Struct, buffers: Sequence[ReadableBuffer] = (), *, deadline_s: float
-    ) -> None:
+    def send(self, header: msgspec.Struct, buffers: Sequence[ReadableBuffer] = (), *, deadline_s: float) -> None:
         """Send one message; when this returns, the buffers may be reused."""
 
     def receive(self, place: Place, *, deadline_s: float) -> msgspec.Struct:

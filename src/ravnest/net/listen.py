@@ -134,6 +134,8 @@ class Listener:
             sock, address = self._sock.accept()
         except (BlockingIOError, ConnectionError):  # it left before it came in
             return
+        except OSError as error:
+            raise LinkError(f"cannot accept connections: {error}") from error
         sock.setblocking(False)
         guest = _Guest(sock, str(address), self._greet(sock), Deadline(self._config.greeting_s))
         if len(self._guests) >= self._config.max_greetings:
@@ -161,9 +163,7 @@ class Listener:
 
     def _send_away_late(self) -> None:
         for guest in [guest for guest in self._guests if guest.deadline.passed()]:
-            self._refuse(
-                guest, LinkTimeout(f"it did not introduce itself within {self._config.greeting_s:g} s")
-            )
+            self._refuse(guest, LinkTimeout(f"it did not introduce itself within {self._config.greeting_s:g} s"))
 
     def _refuse(self, guest: _Guest, reason: LinkError) -> None:
         self._drop(guest)

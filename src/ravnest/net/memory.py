@@ -52,9 +52,7 @@ class _Ring:
 
     def wait_room(self, timeout_s: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._ended or self._free_bytes() >= self._enough_bytes(), timeout_s
-            )
+            return self._changed.wait_for(lambda: self._ended or self._free_bytes() >= self._enough_bytes(), timeout_s)
 
     def wait_bytes(self, timeout_s: float) -> bool:
         with self._changed:

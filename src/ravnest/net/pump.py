@@ -37,9 +37,7 @@ class PumpConfig:
 
     def __post_init__(self) -> None:
         require(self.capacity > 0, "capacity must be at least 1 message")
-        require(
-            self.frame_s > 0 and self.callback_s > 0, "frame_s and callback_s must be more than 0 seconds"
-        )
+        require(self.frame_s > 0 and self.callback_s > 0, "frame_s and callback_s must be more than 0 seconds")
 
 
 class _Parcel(NamedTuple):
@@ -73,9 +71,7 @@ class Sender:
         """Queue a message; waits while the queue is full. The buffers are the link's until `on_sent`."""
         with self._changed:
             if not self._changed.wait_for(self._can_put, Deadline(deadline_s).left_s()):
-                raise LinkTimeout(
-                    f"{self._link.peer} took none of {self.depth} messages for {deadline_s:g} s"
-                )
+                raise LinkTimeout(f"{self._link.peer} took none of {self.depth} messages for {deadline_s:g} s")
             if self._stopped:
                 raise LinkClosed(f"the sender to {self._link.peer} has stopped")
             self._parcels.append(_Parcel(header, buffers, on_sent))

@@ -123,9 +123,7 @@ class StreamLink:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def send(
-        self, header: msgspec.Struct, buffers: Sequence[ReadableBuffer] = (), *, deadline_s: float
-    ) -> None:
+    def send(self, header: msgspec.Struct, buffers: Sequence[ReadableBuffer] = (), *, deadline_s: float) -> None:
         deadline = Deadline(deadline_s)
         views = [flat(buffer) for buffer in buffers]
         lengths = [view.nbytes for view in views]
@@ -162,9 +160,7 @@ class StreamLink:
         return decode_header(self._decoder, data[prefix.lengths_bytes :]), lengths
 
     @contextlib.contextmanager
-    def _turn(
-        self, lock: threading.Lock, transfer: _Transfer, flow: Flow, deadline: Deadline
-    ) -> Iterator[None]:
+    def _turn(self, lock: threading.Lock, transfer: _Transfer, flow: Flow, deadline: Deadline) -> Iterator[None]:
         """One frame at a time each way; counted if it went whole, and the link closed if only a part did."""
         if not lock.acquire(timeout=deadline.left_s()):
             raise LinkTimeout(f"the link to {self._peer} was busy for {deadline.seconds:g} s")
@@ -204,9 +200,7 @@ class StreamLink:
             if got_bytes is None:
                 self._wait(self._channel.wait_readable, self._received, deadline)
             elif got_bytes == 0:
-                raise self._broken(
-                    "it ended in the middle of a frame" if transfer.moved_bytes else "it ended"
-                )
+                raise self._broken("it ended in the middle of a frame" if transfer.moved_bytes else "it ended")
             else:
                 if not transfer.moved_bytes:
                     deadline.restart()  # waiting for a frame to begin is not the frame being slow

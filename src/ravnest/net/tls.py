@@ -21,6 +21,9 @@ __all__ = ["dial_tls", "listen_tls", "secure", "tls_context"]
 
 Address = tuple[str, int]
 
+# A host that lost its power says nothing: an idle link notices after about half a minute.
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
 
 def tls_context(identity: Identity, *, server_side: bool) -> ssl.SSLContext:
     """TLS 1.3 and nothing older, a certificate demanded from the other side, no resumption."""
@@ -46,9 +49,7 @@ def dial_tls(
     context = tls_context(identity, server_side=False)
     host, port = address
     try:
-        sock = socket.create_connection(
-            address, timeout=max(deadline.left_s(), 0.001)
-        )  # 0 would not wait at all
+        sock = socket.create_connection(address, timeout=max(deadline.left_s(), 0.001))  # 0 would not wait at all
     except TimeoutError as error:
         raise LinkTimeout(f"{host}:{port} did not answer within {deadline_s:g} s") from error
     except OSError as error:
@@ -96,10 +97,18 @@ def listen_tls(
 def _greet(
     sock: socket.socket, context: ssl.SSLContext, config: LinkConfig, allowed: Allowed, *, server_side: bool
 ) -> Greeting:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _tune(sock)
     channel = TlsChannel(sock, context, server_side=server_side)
     peer = yield from shake_hands(channel, allowed)
     return StreamLink(channel, config, peer=peer)
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # each system has some of them
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _finish(sock: socket.socket, greeting: Greeting, deadline: Deadline) -> StreamLink:

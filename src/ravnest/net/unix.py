@@ -25,9 +25,7 @@ _MAX_PATH_BYTES = 103  # of 104 on macOS, 108 on Linux, less the final zero
 _BUFFER_BYTES = 2**20  # a megabyte in flight costs the least per byte; the usual 200 kB a half more
 
 
-def unix_pair(
-    config: LinkConfig, *, names: tuple[str, str] = ("left", "right")
-) -> tuple[StreamLink, StreamLink]:
+def unix_pair(config: LinkConfig, *, names: tuple[str, str] = ("left", "right")) -> tuple[StreamLink, StreamLink]:
     """Two linked ends, for a process and a child that it starts, or for two threads."""
     left, right = socket.socketpair()
     return unix_link(left, config, peer=names[1]), unix_link(right, config, peer=names[0])
@@ -94,13 +92,13 @@ def _check_private(directory: Path) -> None:
 
 
 def _remove_stale(path: Path) -> None:
-    """A socket file outlives a killed process; one that still answers is somebody's."""
+    """A socket file outlives a killed process; one that still answers is somebody's, as is any other file."""
+    if not path.is_socket():
+        return
     with contextlib.closing(_socket(path)) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
-        except FileNotFoundError:
-            return
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return

@@ -1,0 +1,101 @@
+"""Do these arguments fit this operation? Checked against torch's own signature of it, before it is called.
+
+`kinds` tells of every value made so far whether it is a tensor or a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..core.errors import ProgramError
+from .ops import schema_of
+from .program import DTYPES, Op
+
+__all__ = ["MAX_LIST", "check_arguments", "check_arithmetic", "is_number"]
+
+MAX_LIST = 4096
+_TEXT = re.compile(r"[A-Za-z0-9 ,.>\-]{0,200}")
+_MEMORY_FORMATS = ("~contiguous_format", "~channels_last", "~channels_last_3d", "~preserve_format")
+_MAX_INT = 2**63 - 1
+_LIST = re.compile(r"(Optional\[)?List\[(.*?)\]\]?")
+
+
+def check_arithmetic(where: str, op: Op, kinds: dict[str, str]) -> None:
+    if op.kwargs or not 1 <= len(op.args) <= 64:
+        raise ProgramError(f"{where}: arithmetic takes a few numbers and nothing else")
+    for arg in op.args:
+        if not is_number(arg, kinds):
+            raise ProgramError(f"{where}: {arg!r:.60} is not a number")
+
+
+def check_arguments(where: str, op: Op, kinds: dict[str, str]) -> None:
+    declared = schema_of(op.op).arguments
+    positional = [a for a in declared if not a.kwarg_only]
+    if len(op.args) > len(positional):
+        raise ProgramError(f"{where}: {len(op.args)} arguments given, it takes {len(positional)}")
+    given: dict[str, Any] = {a.name: arg for a, arg in zip(positional, op.args, strict=False)}
+    for key, arg in op.kwargs.items():
+        if all(a.name != key for a in declared if a.kwarg_only):
+            raise ProgramError(f"{where}: {key[:40]!r} is not an argument that is given by name")
+        given[key] = arg
+    for argument in declared:
+        if argument.name in given:
+            arg = given[argument.name]
+            if argument.name == "other" and is_number(arg, kinds):
+                continue  # torch takes a number where it declares the other tensor of two
+            if not _fits(str(argument.real_type), arg, kinds):
+                raise ProgramError(f"{where}: argument {argument.name} = {arg!r:.60} is not a {argument.real_type}")
+        elif not argument.has_default_value():
+            raise ProgramError(f"{where}: argument {argument.name} is missing")
+
+
+def _fits(declared: str, arg: Any, kinds: dict[str, str]) -> bool:
+    """Whether an argument is of the type that torch declares."""
+    if declared.startswith("Optional[") and arg is None:
+        return True
+    if match := _LIST.fullmatch(declared):
+        if not isinstance(arg, tuple):  # torch takes one number for a list of equal ones
+            return match[2] in ("int", "SymInt", "float") and _fits(match[2], arg, kinds)
+        return len(arg) <= MAX_LIST and all(_fits(match[2], a, kinds) for a in arg)
+    declared = declared.removeprefix("Optional[").removesuffix("]")
+    test = _TESTS.get(declared)
+    return test is not None and test(arg, kinds)
+
+
+def _is_tensor(arg: Any, kinds: dict[str, str]) -> bool:
+    return isinstance(arg, str) and arg.startswith("%") and kinds[arg[1:]] == "tensor"
+
+
+def is_number(arg: Any, kinds: dict[str, str]) -> bool:
+    if isinstance(arg, str):
+        return arg in ("#inf", "#-inf") or (arg.startswith("%") and kinds[arg[1:]] == "number")
+    return isinstance(arg, float) or _is_int(arg, kinds) or isinstance(arg, bool)
+
+
+def _is_int(arg: Any, kinds: dict[str, str]) -> bool:
+    if isinstance(arg, str):
+        return arg.startswith("%") and kinds[arg[1:]] == "number"
+    return isinstance(arg, int) and not isinstance(arg, bool) and -_MAX_INT <= arg <= _MAX_INT
+
+
+def _is_text(arg: Any, kinds: dict[str, str]) -> bool:
+    return isinstance(arg, str) and arg.startswith("=") and _TEXT.fullmatch(arg[1:]) is not None
+
+
+_TESTS: dict[str, Callable[[Any, dict[str, str]], bool]] = {
+    "Tensor": _is_tensor,
+    "int": _is_int,
+    "SymInt": _is_int,
+    "float": is_number,
+    "number": is_number,
+    "Scalar": is_number,
+    "bool": lambda arg, _: isinstance(arg, bool),
+    "str": _is_text,
+    "ScalarType": lambda arg, _: isinstance(arg, str) and arg.startswith("$") and arg[1:] in DTYPES,
+    "Device": lambda arg, _: arg == "@",
+    "MemoryFormat": lambda arg, _: arg in _MEMORY_FORMATS,
+    "Layout": lambda arg, _: arg is None,
+    "Generator": lambda arg, _: arg is None,
+}

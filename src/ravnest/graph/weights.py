@@ -1,0 +1,163 @@
+"""Weights by name, in safetensors files, a tensor at a time.
+
+A stage's own tensors are made from its init list (bit-equal to those of the whole model built with that seed) or
+read from a file that may hold far more; a file is written tensor by tensor from wherever they come. Nobody ever
+holds the whole model. A file appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..core.errors import WeightsError
+from .ops import resolve
+from .program import DTYPES, Draw, Init, Program, Stage, State, refs
+from .run import decode, run_op
+
+__all__ = ["WeightsWriter", "initialise", "read_weights", "stage_weights", "write_weights"]
+
+_CPU = torch.device("cpu")
+_CHUNK = 1 << 20  # a multiple of the 16 numbers that torch draws at a time
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
+}  # fmt: skip
+
+
+def stage_weights(program: Program, stage: Stage) -> dict[str, Tensor]:
+    """The model's own tensors that a stage starts with: what it owns, and its buffers."""
+    assert program.log is None, "a program traced from a builder has no weights: use initialise"
+    return {s.target: program.tensors[s.target].detach() for s in stage.state if s.owner == stage.index}
+
+
+def initialise(stage: Stage, seed: int) -> dict[str, Tensor]:
+    """The stage's own tensors, as `torch.manual_seed(seed)` and the builder would have made them."""
+    assert stage.init is not None, "this stage was traced from a model that has weights"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        return _replay(stage.init, {s.target for s in stage.state})
+
+
+def _replay(init: Init, targets: set[str]) -> dict[str, Tensor]:
+    env: dict[str, Any] = {}
+    draws = iter(init.draws)
+    draw = next(draws, None)
+    last = {name: i for i, op in enumerate(init.ops) for name in (*refs(op), *op.outs)}
+    for i, op in enumerate(init.ops):
+        while draw is not None and draw.at <= i:
+            _discard(draw)
+            draw = next(draws, None)
+        run_op(op, env, _CPU)
+        for name in {n for n in (*refs(op), *op.outs) if n and last[n] == i and n not in targets}:
+            del env[name]
+    return env
+
+
+def _discard(draw: Draw) -> None:
+    """Draw random numbers that another stage keeps, a piece at a time."""
+    function = resolve(draw.op)
+    args = [decode(a, _CPU) for a in draw.args]
+    if not draw.op.split(".")[1].endswith("_"):
+        function(*args)
+        return
+    count, dtype = prod(draw.shape), DTYPES[draw.dtype]
+    if draw.op not in ("aten.normal_.default", "aten.uniform_.default"):
+        function(torch.empty(draw.shape, dtype=dtype), *args)
+        return
+    scratch = torch.empty(min(count, 2 * _CHUNK), dtype=dtype)
+    while count >= 2 * _CHUNK:
+        function(scratch[:_CHUNK], *args)
+        count -= _CHUNK
+    function(scratch[:count], *args)
+
+
+def read_weights(stage: Stage, path: Path | str) -> dict[str, Tensor]:
+    """The stage's own tensors out of a safetensors file; its shapes and dtypes are checked before anything is read."""
+    return dict(_read(path, [s for s in stage.state if s.owner == stage.index]))
+
+
+def _read(path: Path | str, wanted: Iterable[State]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names = set(file.keys())
+            for item in wanted:
+                if item.target not in names:
+                    raise WeightsError(f"{path} has no tensor {item.target!r}")
+                part = file.get_slice(item.target)
+                found = (part.get_dtype(), tuple(part.get_shape()))
+                if found != (_CODES[item.dtype], item.shape):
+                    raise WeightsError(
+                        f"{path}: {item.target!r} is {found[0]} {found[1]}, the stage needs "
+                        f"{_CODES[item.dtype]} {item.shape}"
+                    )
+                yield item.target, file.get_tensor(item.target)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is not a safetensors file that can be read: {error}") from None
+
+
+class WeightsWriter:
+    """Writes tensors one by one, in any order, into a file whose contents are declared first."""
+
+    def __init__(self, file: IO[bytes], contents: Iterable[State], metadata: Mapping[str, str]) -> None:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._places: dict[str, tuple[State, int]] = {}
+        offset = 0
+        for item in contents:
+            header[item.target] = {
+                "dtype": _CODES[item.dtype],
+                "shape": list(item.shape),
+                "data_offsets": [offset, offset + item.num_bytes],
+            }
+            self._places[item.target] = (item, offset)
+            offset += item.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        self._file = file
+        self.missing = set(self._places)
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(self._start + offset)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        if name not in self._places:
+            raise ValueError(f"{name!r} was not declared in this file")
+        item, offset = self._places[name]
+        if tuple(tensor.shape) != item.shape or tensor.dtype != DTYPES[item.dtype]:
+            raise WeightsError(f"{name!r} is {tuple(tensor.shape)} {tensor.dtype}, declared {item.shape} {item.dtype}")
+        self._file.seek(self._start + offset)
+        flat = tensor.detach().to(_CPU).contiguous().reshape(-1)
+        if flat.numel():
+            self._file.write(flat.view(torch.uint8).numpy().data)
+        self.missing.discard(name)
+
+
+@contextmanager
+def write_weights(
+    path: Path | str, contents: Iterable[State], metadata: Mapping[str, str] | None = None
+) -> Iterator[WeightsWriter]:
+    """Open a weights file for writing; it takes its name when everything declared has been written."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w+b") as file:
+            writer = WeightsWriter(file, contents, metadata or {})
+            yield writer
+            if writer.missing:
+                raise WeightsError(
+                    f"{path}: {len(writer.missing)} tensors were not written: {min(writer.missing)!r}, …"
+                )
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

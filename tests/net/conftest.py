@@ -1,0 +1,18 @@
+"""The fixtures of the suites: a run's members, and each kind of link in turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.net.kinds import Kind, Members, MemoryKind, TlsKind, UnixKind
+
+
+@pytest.fixture(scope="session")
+def members(tmp_path_factory: pytest.TempPathFactory) -> Members:
+    return Members(tmp_path_factory.mktemp("members"))
+
+
+@pytest.fixture(params=["memory", "unix", "tls"])
+def kind(request: pytest.FixtureRequest, members: Members) -> Kind:
+    kinds: dict[str, Kind] = {"memory": MemoryKind(), "unix": UnixKind(), "tls": TlsKind(members)}
+    return kinds[request.param]
