@@ -34,6 +34,7 @@ BAD = {
     "wrong flags": GOOD[:5] + b"\x80" + GOOD[6:],
     "too many buffers": struct.pack("!4sBBHII", b"RVNF", 1, 0, 5000, 7, 10),
     "header too long": struct.pack("!4sBBHII", b"RVNF", 1, 0, 0, 7, 2**31),
+    "no header": struct.pack("!4sBBHII", b"RVNF", 1, 0, 0, 7, 0),
     "wrong generation": head(Note(1), generation=6),
     "oversize buffer": head(Note(1), 2**63),
     "oversize together": head(Note(1), *[2**30] * 5),

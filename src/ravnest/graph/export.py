@@ -78,6 +78,8 @@ def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapp
     """Export `module(*inputs)` and flatten it. `dims` says which dimensions follow the batch."""
     try:
         exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
+    except TraceError:
+        raise
     except Exception as error:  # whatever the user's model raises while it is traced is about that model
         raise TraceError(_explain(error)) from error
     return _flatten(exported)
@@ -235,11 +237,13 @@ def _check_in_place(name: str, node: Node) -> None:
 
 
 def source_of(node: Node) -> str:
-    """The innermost line of the model that made this node: `file.py:12 in forward: x = ...`."""
+    """The innermost line of a module's forward that made this node: `file.py:12 in forward: x = ...`."""
     frames = _LINE.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return "the model"
     path, line, function, code = frames[-1]
+    if path.endswith("ravnest/graph/objective.py"):
+        return "the loss function"
     return f"{path}:{line} in {function}: {code.strip()}"
 
 

@@ -50,8 +50,9 @@ class Objective(nn.Module):
 
     def _check(self, scalar: Any, metrics: Any) -> None:
         if not isinstance(scalar, Tensor) or scalar.dim() != 0 or not scalar.is_floating_point():
-            shape = f"a {scalar.dtype} tensor of shape {tuple(scalar.shape)}" if isinstance(scalar, Tensor) else ""
-            what = shape or f"a {type(scalar).__name__}"
+            what = f"a {type(scalar).__name__}"
+            if isinstance(scalar, Tensor):
+                what = f"a {dtype_name(scalar.dtype)} tensor with {scalar.dim()} dimensions"
             raise TraceError(f"the loss is {what}; it must be one number: reduce it, for example with .mean()")
         if not isinstance(metrics, dict) or not all(isinstance(m, Tensor) for m in metrics.values()):
             raise TraceError("the second thing the loss function returns must be a dict of tensors to report")

@@ -20,7 +20,7 @@ import torch
 
 __all__ = [
     "ALLOWED", "FAMILIES", "INIT_ALLOWED", "LITERAL", "LITERAL_LIMIT", "SYM", "Family",
-    "is_random", "resolve", "schema_of", "train_flags", "writes_statistics",
+    "is_random", "needs_device", "resolve", "schema_of", "train_flags", "writes_statistics",
 ]  # fmt: skip
 
 
@@ -33,7 +33,7 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "views": Family(
         "Another look at the same elements; sizes are checked against the tensor by torch itself.",
-        """alias.default chunk.default contiguous.default detach.default diagonal.default expand.default
+        """alias.default broadcast_tensors.default chunk.default contiguous.default detach.default diagonal.default expand.default
         expand_as.default flatten.using_ints movedim.int movedim.intlist narrow.default permute.default
         reshape.default reshape_as.default select.int slice.Tensor split.Tensor split.sizes
         split_with_sizes.default squeeze.default squeeze.dim squeeze.dims swapaxes.default t.default
@@ -252,6 +252,15 @@ def train_flags(name: str) -> tuple[tuple[str, object], ...]:
 def writes_statistics(name: str) -> bool:
     """Ops that write running statistics although their signature does not say so."""
     return name in ("aten.batch_norm.default", "aten.instance_norm.default")
+
+
+@cache
+def needs_device(name: str) -> bool:
+    """Ops that make a tensor from nothing: without a device of their own they would make it anywhere."""
+    if name in SYM or name in ("aten.sym_size.int", LITERAL):
+        return False
+    arguments = schema_of(name).arguments
+    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
 
 
 @cache

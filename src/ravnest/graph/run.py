@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import ALLOWED, LITERAL, SYM, resolve, schema_of, train_flags
+from .ops import ALLOWED, LITERAL, SYM, needs_device, resolve, schema_of, train_flags
 from .program import DTYPES, Arg, Op, Stage, refs
 
 __all__ = ["Runner", "decode", "returns_one", "run_op"]
@@ -117,7 +117,7 @@ def run_op(op: Op, env: dict[str, Any], device: torch.device) -> None:
             modes.enter_context(torch.no_grad())
         if op.no_autocast and device.type != "meta":
             modes.enter_context(torch.autocast(device.type, enabled=False))
-        result = resolve(op.op)(*map(look, op.args), **{key: look(arg) for key, arg in op.kwargs.items()})
+        result = resolve(op.op)(*map(look, op.args), **{key: look(arg) for key, arg in _kwargs(op).items()})
     results = (result,) if returns_one(op.op) else result
     env.update((out, item) for out, item in zip(op.outs, results, strict=True) if out)
 
@@ -165,15 +165,16 @@ class _Compiler:
 
     def _instruction(self, op: Op, cleared: Sequence[str]) -> _Instruction:
         built: list[tuple[int, Getter]] = []
-        named = [key for key, arg in op.kwargs.items() if _reads_values(arg)]
-        places = [self._argument(arg, built) for arg in (*op.args, *(op.kwargs[key] for key in named))]
+        keywords = _kwargs(op)
+        named = [key for key, arg in keywords.items() if _reads_values(arg)]
+        places = [self._argument(arg, built) for arg in (*op.args, *(keywords[key] for key in named))]
         outs = [self._result(out) for out in op.outs]
         single = returns_one(op.op)
         void = () if all(op.outs) else (self._void,)
         return _Instruction(
             function=_by_name(resolve(op.op), named) if named else resolve(op.op),
             get=_getter(places),
-            kwargs={key: decode(arg, self.device) for key, arg in op.kwargs.items() if key not in named},
+            kwargs={key: decode(arg, self.device) for key, arg in keywords.items() if key not in named},
             built=tuple(built),
             place=outs[0] if single else -1,
             places=() if single else tuple(outs),
@@ -205,6 +206,11 @@ def returns_one(name: str) -> bool:
         return True
     returns = schema_of(name).returns
     return len(returns) == 1 and str(returns[0].type) in ("Tensor", "number", "int", "SymInt")
+
+
+def _kwargs(op: Op) -> Mapping[str, Arg]:
+    """The op's named arguments; what makes a tensor from nothing makes it on the runner's device."""
+    return {"device": "@", **op.kwargs} if needs_device(op.op) else op.kwargs
 
 
 def _reads_values(arg: Arg) -> bool:

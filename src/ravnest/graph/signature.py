@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from ..core.errors import ProgramError
 from .ops import schema_of
 from .program import DTYPES, Op
 
-__all__ = ["MAX_LIST", "check_arguments", "check_arithmetic", "is_number"]
+__all__ = ["MAX_LIST", "Declared", "check_arguments", "check_arithmetic", "declared_arguments", "is_number"]
 
 MAX_LIST = 4096
 _TEXT = re.compile(r"[A-Za-z0-9 ,.>\-]{0,200}")
@@ -30,25 +31,45 @@ def check_arithmetic(where: str, op: Op, kinds: dict[str, str]) -> None:
             raise ProgramError(f"{where}: {arg!r:.60} is not a number")
 
 
+class Declared(NamedTuple):
+    """An argument as torch declares it."""
+
+    name: str
+    type: str
+    by_name: bool
+    optional: bool
+
+
+@cache
+def declared_arguments(op: str) -> tuple[Declared, ...]:
+    return tuple(
+        Declared(a.name, str(a.real_type), a.kwarg_only, a.has_default_value()) for a in schema_of(op).arguments
+    )
+
+
 def check_arguments(where: str, op: Op, kinds: dict[str, str]) -> None:
-    declared = schema_of(op.op).arguments
-    positional = [a for a in declared if not a.kwarg_only]
+    """Refuse a call with too many, too few or other arguments than torch declares."""
+    declared = declared_arguments(op.op)
+    positional = [a.name for a in declared if not a.by_name]
     if len(op.args) > len(positional):
         raise ProgramError(f"{where}: {len(op.args)} arguments given, it takes {len(positional)}")
-    given: dict[str, Any] = {a.name: arg for a, arg in zip(positional, op.args, strict=False)}
+    given: dict[str, Any] = dict(zip(positional, op.args, strict=False))
     for key, arg in op.kwargs.items():
-        if all(a.name != key for a in declared if a.kwarg_only):
+        if all(a.name != key for a in declared if a.by_name):
             raise ProgramError(f"{where}: {key[:40]!r} is not an argument that is given by name")
         given[key] = arg
     for argument in declared:
         if argument.name in given:
-            arg = given[argument.name]
-            if argument.name == "other" and is_number(arg, kinds):
-                continue  # torch takes a number where it declares the other tensor of two
-            if not _fits(str(argument.real_type), arg, kinds):
-                raise ProgramError(f"{where}: argument {argument.name} = {arg!r:.60} is not a {argument.real_type}")
-        elif not argument.has_default_value():
+            _check_argument(where, argument, given[argument.name], kinds)
+        elif not argument.optional:
             raise ProgramError(f"{where}: argument {argument.name} is missing")
+
+
+def _check_argument(where: str, argument: Declared, arg: Any, kinds: dict[str, str]) -> None:
+    if argument.name == "other" and is_number(arg, kinds):
+        return  # torch takes a number where it declares the other tensor of two
+    if not _fits(argument.type, arg, kinds):
+        raise ProgramError(f"{where}: argument {argument.name} = {arg!r:.60} is not a {argument.type}")
 
 
 def _fits(declared: str, arg: Any, kinds: dict[str, str]) -> bool:

@@ -152,6 +152,8 @@ def _derivable(cutter: Cutter) -> dict[str, tuple[str, ...]]:
             continue
         sources = dict.fromkeys(s for n in refs(op) if n not in cutter.state for s in made_of.get(n, (n,)))
         outs = [cutter.program.values[o] for o in op.outs if o]
+        if any(v in cutter.program.outputs for v in outs):
+            continue
         if any(v.grad for v in outs) or any(cutter.program.values[s].grad for s in sources):
             continue
         cost = sum(num_bytes(cutter.program.values[s], _TYPICAL_BATCH) for s in sources)

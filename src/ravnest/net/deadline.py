@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-from ravnest.core.config import require
-
 __all__ = ["Deadline"]
 
 
@@ -14,10 +12,8 @@ class Deadline:
     """The moment `seconds` from now, on the machine's monotonic clock (the one the kernel waits by)."""
 
     def __init__(self, seconds: float) -> None:
-        require(
-            math.isfinite(seconds) and seconds >= 0,
-            f"a deadline is a finite number of seconds, not {seconds}",
-        )
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"a deadline is a finite number of seconds, not {seconds}")
         self.seconds = seconds
         self._until_s = time.monotonic() + seconds
 

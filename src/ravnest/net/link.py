@@ -42,12 +42,11 @@ class LinkConfig:
 
 @dataclasses.dataclass
 class Flow:
-    """What went one way: whole frames, their bytes on the link, and what they cost the calling thread."""
+    """What went one way: whole frames, their bytes, and how long the calling thread stood still for them."""
 
     frames: int = 0
     num_bytes: int = 0
     blocked_s: float = 0.0
-    cpu_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,18 +64,18 @@ class Channel(Protocol):
 class _Transfer:
     """The memory of one frame that is still to be moved, and how many bytes have been."""
 
+    __slots__ = ("_at", "_views", "moved_bytes")
+
     def __init__(self, views: Sequence[memoryview] = ()) -> None:
         self.moved_bytes = 0
         self.expect(views)
 
     def expect(self, views: Sequence[memoryview]) -> None:
-        self._views = [view for view in views if view.nbytes]
+        self._views = [view for view in views if view.nbytes]  # reading nothing looks like the end
         self._at = 0
 
-    def __bool__(self) -> bool:
-        return self._at < len(self._views)
-
     def left(self) -> list[memoryview]:
+        """What to move next; nothing when all has been."""
         return self._views[self._at : self._at + _MAX_VIEWS]
 
     def moved(self, num_bytes: int) -> None:
@@ -166,7 +166,6 @@ class StreamLink:
             raise LinkTimeout(f"the link to {self._peer} was busy for {deadline.seconds:g} s")
         try:
             with self._gate:
-                started_s = time.thread_time()
                 try:
                     yield
                 except BaseException as error:
@@ -174,7 +173,6 @@ class StreamLink:
                     raise
                 flow.frames += 1
                 flow.num_bytes += transfer.moved_bytes
-                flow.cpu_s += time.thread_time() - started_s
         finally:
             lock.release()
 
@@ -186,8 +184,8 @@ class StreamLink:
             self.close()
 
     def _write(self, transfer: _Transfer, deadline: Deadline) -> None:
-        while transfer:
-            if taken_bytes := self._channel.try_write(transfer.left()):
+        while views := transfer.left():
+            if taken_bytes := self._channel.try_write(views):
                 transfer.moved(taken_bytes)
             else:
                 self._wait(self._channel.wait_writable, self._sent, deadline)
@@ -195,8 +193,8 @@ class StreamLink:
             self._wait(self._channel.wait_writable, self._sent, deadline)
 
     def _read(self, transfer: _Transfer, deadline: Deadline) -> None:
-        while transfer:
-            got_bytes = self._channel.try_read(transfer.left())
+        while views := transfer.left():
+            got_bytes = self._channel.try_read(views)
             if got_bytes is None:
                 self._wait(self._channel.wait_readable, self._received, deadline)
             elif got_bytes == 0:
