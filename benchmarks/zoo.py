@@ -55,8 +55,9 @@ def _images(n: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, size, size, generator=g), torch.randint(0, classes, (n,), generator=g)
 
 
-def gpt(tied: bool = False) -> Case:
-    config = GPTConfig(vocab=VOCAB, context=32, layers=4, width=96, heads=4, tied=tied)
+def gpt(tied: bool = False, **changes: Any) -> Case:
+    settings = {"vocab": VOCAB, "context": 32, "layers": 4, "width": 96, "heads": 4, "tied": tied, **changes}
+    config = GPTConfig(**settings)
     return Case("gpt_tied" if tied else "gpt", lambda: GPT(config), next_token_loss, _text)
 
 
@@ -93,14 +94,15 @@ def llama(**changes: Any) -> Case:
     )
 
 
-def bert() -> Case:
+def bert(**changes: Any) -> Case:
     """Masked language modelling plus next-sentence prediction; the mask is used by every layer."""
     from transformers import BertConfig, BertForPreTraining
 
-    config = BertConfig(
-        num_hidden_layers=3, hidden_size=96, num_attention_heads=4, intermediate_size=256, vocab_size=VOCAB,
-        max_position_embeddings=64,
-    )  # fmt: skip
+    settings = {
+        "num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256,
+        "vocab_size": VOCAB, "max_position_embeddings": 64, **changes,
+    }  # fmt: skip
+    config = BertConfig(**settings)
 
     def batch(n: int) -> Any:
         labels = _ids(n).masked_fill(_ids(n, vocab=10) > 1, -100)
@@ -173,3 +175,26 @@ def image_cases() -> list[Case]:
 
 def all_cases() -> list[Case]:
     return [*text_cases(), *image_cases()]
+
+
+def bench_cases() -> list[Case]:
+    """The same models, large enough that a step is mostly arithmetic."""
+    gpt2_size = {"n_layer": 6, "n_embd": 384, "n_head": 6}
+    llama_size = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1024}
+    bert_size = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
+    gpt_size: dict[str, Any] = {"layers": 6, "width": 384, "heads": 6}
+    text = [gpt(**gpt_size), gpt(tied=True, **gpt_size), gpt2(**gpt2_size), bert(**bert_size), llama(**llama_size)]
+    return [*text, *image_cases()]
+
+
+def gpt2_xl() -> Case:
+    """1.5 billion parameters."""
+    return gpt2(n_layer=48, n_embd=1600, n_head=25, vocab_size=50257, n_positions=1024)
+
+
+def llama_1b() -> Case:
+    """About a billion parameters, embeddings and head included."""
+    return llama(
+        num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
+        vocab_size=32000,
+    )  # fmt: skip

@@ -29,7 +29,8 @@ def call(case: Case, model: nn.Module, batch: Any) -> Tensor:
     inputs, targets = batch
     output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     result = case.loss(output, targets)
-    return result[0] if isinstance(result, tuple) else result
+    scalar: Tensor = result[0] if isinstance(result, tuple) else result
+    return scalar
 
 
 def eager_step(case: Case, model: nn.Module, batch: Any, seed: int = 5) -> Step:

@@ -32,14 +32,17 @@ for item in stage.parameters:
 given = load_file(folder / "inputs.safetensors")
 inputs = [int(given[v.name]) if v.number is not None else given[v.name] for v in stage.inputs]
 tape = Tape(Runner(stage), state, inputs)
-save_file({v.name: torch.as_tensor(o).contiguous() for v, o in zip(stage.outputs, tape.outputs)}, folder / "outputs.safetensors")
+outputs = {v.name: torch.as_tensor(o).contiguous() for v, o in zip(stage.outputs, tape.outputs)}
+save_file(outputs, folder / "outputs.safetensors")
 print("forward", flush=True)
 sys.stdin.readline()
 back = load_file(folder / "gradients.safetensors") if stage.index < stage.count - 1 else None
 gradients = tape.backward(back and [back.get(v.name) for v in stage.outputs])
-save_file({v.name: g.contiguous() for v, g in zip(stage.inputs, gradients) if g is not None}, folder / "input_gradients.safetensors")
+sent = {v.name: g.contiguous() for v, g in zip(stage.inputs, gradients) if g is not None}
+save_file(sent, folder / "input_gradients.safetensors")
 save_file({n: t.grad for n, t in state.items() if t.grad is not None}, folder / "parameter_gradients.safetensors")
-foreign = [m for m in sys.modules if m.split(".")[0] in ("transformers", "torchvision", "benchmarks", "tests") or "examples" in m]
+strangers = ("transformers", "torchvision", "benchmarks", "tests")
+foreign = [m for m in sys.modules if m.split(".")[0] in strangers or "examples" in m]
 assert not foreign, foreign
 """
 

@@ -75,7 +75,8 @@ def masked(h: Tensor) -> Tensor:
 
 
 FUNCTIONS = [
-    relu_in_place, old_name_read_later, slice_assignment, view_sees_the_write, write_through_a_view, dtype_stays, masked,
+    relu_in_place, old_name_read_later, slice_assignment, view_sees_the_write, write_through_a_view, dtype_stays,
+    masked,
 ]  # fmt: skip
 
 
@@ -122,6 +123,9 @@ def test_a_cut_inside_an_island_says_where_to_cut() -> None:
 
 class Counts(nn.Module):
     """Writes to its buffers: a counter, and a row of a table."""
+
+    count: Tensor
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()

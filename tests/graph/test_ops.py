@@ -13,8 +13,9 @@ from ravnest.graph.signature import _TESTS, declared_arguments
 
 EVERYTHING = sorted({**ALLOWED, **INIT_ALLOWED})
 FORBIDDEN_WORDS = (
-    "empty", "as_strided", "set_", "resize", "from_file", "storage", "item", "_local_scalar", "pin_memory", "record_stream",
-    "sparse", "quantize", "nonzero", "unique", "masked_select", "cuda", "cudnn", "mkldnn", "to_dense", "data_ptr",
+    "empty", "as_strided", "set_", "resize", "from_file", "storage", "item", "_local_scalar", "pin_memory",
+    "record_stream", "sparse", "quantize", "nonzero", "unique", "masked_select", "cuda", "cudnn", "mkldnn",
+    "to_dense", "data_ptr",
 )  # fmt: skip
 
 

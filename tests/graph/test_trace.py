@@ -30,7 +30,7 @@ class MaskedLayers(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = x + scale * self.drop(layer(x)) * mask.unsqueeze(-1)
-        return (x * mask.unsqueeze(-1)).mean((1, 2))
+        return (x * mask.unsqueeze(-1)).mean((1, 2))  # type: ignore[no-any-return]
 
 
 def masked_batch(n: int) -> Any:
@@ -118,7 +118,8 @@ def fixed_batch(x: Tensor) -> Tensor:
 
 
 def decomposition(x: Tensor) -> Tensor:
-    return x + torch.linalg.svdvals(x).sum()
+    values: Tensor = torch.linalg.svdvals(x)
+    return x + values.sum()
 
 
 def shape_of_data(x: Tensor) -> Tensor:

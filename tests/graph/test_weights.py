@@ -16,7 +16,16 @@ from benchmarks import zoo
 from benchmarks.zoo import Case
 from ravnest.core.errors import TraceError, WeightsError
 from ravnest.graph import (
-    Stage, dump, initialise, legal_cuts, load, read_weights, split, stage_weights, trace, write_weights,
+    Stage,
+    dump,
+    initialise,
+    legal_cuts,
+    load,
+    read_weights,
+    split,
+    stage_weights,
+    trace,
+    write_weights,
 )  # fmt: skip
 from tests.graph.pipeline import thirds
 from tests.graph.test_equal import CASES
@@ -47,7 +56,7 @@ def test_stages_initialise_themselves_as_the_whole_model(name: str) -> None:
 
 
 def test_draws_in_pieces_keep_the_generator_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_CHUNK", 64)
+    monkeypatch.setattr("ravnest.graph.weights._CHUNK", 64)
     case = zoo.gpt2()
     reference = whole(case, seed=2)
     for stage in stages_of(case):

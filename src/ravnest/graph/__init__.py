@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batch import Feed
     from .costs import Costs, CutCost, OpCost, SavedStorage, measure_costs
+    from .cut import Cutter, legal_cuts, split
     from .limits import Limits
     from .ops import ALLOWED, FAMILIES, Family
     from .program import Init, Op, Program, Stage, State, Value
     from .run import Runner
-    from .split import Cutter, legal_cuts, split
     from .tape import Tape
-    from .trace import trace
+    from .tracing import trace
     from .weights import WeightsWriter, initialise, read_weights, stage_weights, write_weights
     from .wire import dump, load
 
@@ -42,9 +42,9 @@ _HOMES = {
     "ops": ("ALLOWED", "FAMILIES", "Family"),
     "program": ("Init", "Op", "Program", "Stage", "State", "Value"),
     "run": ("Runner",),
-    "split": ("Cutter", "legal_cuts", "split"),
+    "cut": ("Cutter", "legal_cuts", "split"),
     "tape": ("Tape",),
-    "trace": ("trace",),
+    "tracing": ("trace",),
     "weights": ("WeightsWriter", "initialise", "read_weights", "stage_weights", "write_weights"),
     "wire": ("dump", "load"),
 }

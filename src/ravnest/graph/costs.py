@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from .cut import Cutter
 from .infer import fake_inputs, fake_state
 from .ops import ALLOWED
 from .program import Program, num_bytes, refs
 from .run import run_op
-from .split import Cutter
 
 __all__ = ["Costs", "CutCost", "OpCost", "SavedStorage", "measure_costs"]
 

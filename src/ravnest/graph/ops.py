@@ -33,12 +33,12 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "views": Family(
         "Another look at the same elements; sizes are checked against the tensor by torch itself.",
-        """alias.default broadcast_tensors.default chunk.default contiguous.default detach.default diagonal.default expand.default
-        expand_as.default flatten.using_ints movedim.int movedim.intlist narrow.default permute.default
-        reshape.default reshape_as.default select.int slice.Tensor split.Tensor split.sizes
-        split_with_sizes.default squeeze.default squeeze.dim squeeze.dims swapaxes.default t.default
-        transpose.int type_as.default unbind.int unflatten.int unsqueeze.default view.default view.dtype
-        view_as.default""",
+        """alias.default broadcast_tensors.default chunk.default contiguous.default detach.default
+        diagonal.default expand.default expand_as.default flatten.using_ints movedim.int movedim.intlist
+        narrow.default permute.default reshape.default reshape_as.default select.int slice.Tensor
+        split.Tensor split.sizes split_with_sizes.default squeeze.default squeeze.dim squeeze.dims
+        swapaxes.default t.default transpose.int type_as.default unbind.int unflatten.int unsqueeze.default
+        view.default view.dtype view_as.default""",
         cheap=True,
     ),
     "conversions": Family(

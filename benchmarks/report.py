@@ -1,0 +1,81 @@
+"""What every benchmark does with its results: a table for people, a file for machines, checks against targets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """A measured value against a target such as `<= 1.03`."""
+
+    name: str
+    value: float
+    target: str
+    ok: bool
+
+
+@dataclass
+class Report:
+    """Rows of a table and checks, printed and written at the end."""
+
+    title: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    def check(self, name: str, value: float, target: str) -> None:
+        relation, number = target.split()
+        self.checks.append(Check(name, value, target, bool(_RELATIONS[relation](value, float(number)))))
+
+    def finish(self, path: Path | None) -> None:
+        console = Console(width=160)
+        console.print(_table(self.title, self.rows))
+        console.print(_table("checks", [asdict(c) for c in self.checks]))
+        if path is not None:
+            machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__}
+            content = {
+                "title": self.title,
+                "machine": machine,
+                "rows": self.rows,
+                "checks": [asdict(c) for c in self.checks],
+            }
+            path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        table.add_column(name, justify="left" if rows and isinstance(rows[0].get(name), str) else "right")
+    for row in rows:
+        table.add_row(*(_text(row.get(name)) for name in names))
+    return table
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The flags that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--quick", action="store_true", help="under a minute, with fewer repeats and models")
+    return parser

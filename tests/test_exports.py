@@ -1,0 +1,57 @@
+"""The names we promise, and the commands and flags: a change here is a change for users."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import typer
+
+import ravnest
+import ravnest.graph
+from ravnest.cli import app
+
+
+def test_exported_names() -> None:
+    assert sorted(ravnest.__all__) == [
+        "CutError", "ProgramError", "RavnestError", "TraceError", "UnsupportedOp", "WeightsError", "__version__",
+    ]  # fmt: skip
+    for module in (ravnest, ravnest.graph):
+        assert all(getattr(module, name) is not None for name in module.__all__)
+        assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_graph_names_are_found_where_they_live() -> None:
+    assert sorted(ravnest.graph._HOME_OF) == sorted(ravnest.graph.__all__)
+
+
+def test_commands_and_flags() -> None:
+    command = typer.main.get_command(app)
+    flags = {
+        name: sorted(flag for p in sub.params for flag in p.opts)
+        for name, sub in command.commands.items()  # type: ignore[attr-defined]
+    }
+    assert flags == {"demo": ["--debug", "--seed", "--stages", "--steps"]}
+
+
+def ravnest_command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ravnest", *args], capture_output=True, text=True, timeout=120)
+
+
+def test_version_and_help() -> None:
+    assert ravnest_command("--version").stdout.strip() == f"ravnest {ravnest.__version__}"
+    assert "demo" in ravnest_command("--help").stdout
+    assert "Example" in ravnest_command("demo", "--help").stdout
+
+
+def test_the_demo_trains() -> None:
+    done = ravnest_command("demo", "--steps", "12", "--stages", "4")
+    assert done.returncode == 0, done.stderr
+    assert "4 stages" in done.stdout
+    assert "validation loss" in done.stdout
+
+
+def test_a_wrong_flag_is_a_sentence() -> None:
+    done = ravnest_command("demo", "--stages", "99")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
