@@ -1,0 +1,111 @@
+"""Corrections for gradients that come late: small functions, any optimizer, O(parameters) work.
+
+A gradient of delay t is computed on the weights C and applied to weights that are t updates younger:
+
+    W_{u+1} = W_u + d_u,   d_u = optimizer(g(C_{u-t}))         without correction C_u = W_u
+
+    look-ahead a     C_u = W_u + a*t*(W_u - W_{u-1})           run on where the weights will be
+    lr discount p    lr / (1 + t)^p                            smaller steps where the delay is longer
+    compensation l   g + l * g*g*(W_u - C_{u-t})               first-order Taylor term, g*g for the curvature (DC-ASGD)
+
+Error feedback is the look-ahead seen from the other side: to correct each step by the last step's error,
+W'_{u+1} = W'_u + d_u + a*(d_u - d_{u-1}), is to run on W' = W + a*(W - W_before), with d the plain optimizer's steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ravnest.core.config import require
+
+__all__ = ["Correction", "Corrector", "DEFAULT", "none", "look_ahead", "lr_discount", "delay_compensation"]
+
+
+class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Which corrections, as numbers; 0 is off, and they combine. Plain data that travels with the job."""
+
+    look_ahead: float = 0.0
+    lr_discount: float = 0.0
+    compensation: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, f"{name} must be a finite number of 0 or more, not {value}")
+
+    @property
+    def name(self) -> str:
+        """For people: `none`, `look-ahead 1.5`, `look-ahead 1 + lr discount 0.5`."""
+        parts = {"look-ahead": self.look_ahead, "lr discount": self.lr_discount, "compensation": self.compensation}
+        return " + ".join(f"{name} {value:g}" for name, value in parts.items() if value) or "none"
+
+
+def none() -> Correction:
+    """Use late gradients as they are."""
+    return Correction()
+
+
+def look_ahead(a: float = 1.5) -> Correction:
+    """Run on the weights that the gradient will meet: `W + a*(W - W_before_the_update)` for each update of delay."""
+    return Correction(look_ahead=a)
+
+
+def lr_discount(power: float = 0.5) -> Correction:
+    """Take smaller steps where gradients are older: `lr / (1 + delay)^power`."""
+    return Correction(lr_discount=power)
+
+
+def delay_compensation(strength: float) -> Correction:
+    """Move the gradient to the present weights by a Taylor term, `g + strength * g*g*(W_now - W_then)`."""
+    return Correction(compensation=strength)
+
+
+DEFAULT = look_ahead()
+
+
+class Corrector:
+    """A correction at work in one stage, whose gradients are `delay` updates old."""
+
+    def __init__(self, correction: Correction, delay: int = 1) -> None:
+        assert delay >= 0
+        self.correction = correction
+        self.delay = delay
+        self._ahead = correction.look_ahead * delay
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether compute weights differ from the master weights, and so need memory of their own."""
+        return self._ahead > 0
+
+    @property
+    def needs_gradient_adjustment(self) -> bool:
+        """Whether `adjust_gradient` does anything, and so the compute weights must be there at the update."""
+        return self.correction.compensation > 0 and self.delay > 0
+
+    @property
+    def lr_factor(self) -> float:
+        return float((1 + self.delay) ** -self.correction.lr_discount)
+
+    def compute_weights(
+        self, new_master: Mapping[str, Tensor], old_master: Mapping[str, Tensor], out: Mapping[str, Tensor]
+    ) -> None:
+        """Write what the next window runs on to `out`, whose tensors may be those of `old_master`."""
+        with torch.no_grad():
+            for name, new in new_master.items():
+                torch.lerp(old_master[name].detach(), new.detach(), 1.0 + self._ahead, out=out[name].detach())
+
+    def adjust_gradient(
+        self, gradients: Mapping[str, Tensor], master_now: Mapping[str, Tensor], compute_then: Mapping[str, Tensor]
+    ) -> None:
+        """Correct `gradients` in place; they were computed on `compute_then` and are about to change `master_now`."""
+        if not self.needs_gradient_adjustment:
+            return
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                moved = master_now[name] - compute_then[name]
+                gradient.addcmul_(gradient * gradient, moved, value=self.correction.compensation)

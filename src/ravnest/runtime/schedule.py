@@ -1,0 +1,179 @@
+"""What a stage does next: a state machine without clock or I/O, the same in a worker, the simulator and the tests.
+
+Backward before forward, never a flush. With A = `accumulate`, window w is the microbatches m with m // A == w, and
+update w applies the gradient of window w to weights version w, giving version w + 1. Every microbatch of window w
+runs, forward and backward, on version
+
+    version(w) = max(0, w - delay)
+
+and nothing else, however the timing falls: so the same seed gives the same weights. Its staleness is
+w - version(w) <= delay. Three settings of one rule:
+
+    delay 0                          synchronous: flush each window
+    delay 1, accumulate >= depth     double-buffered: two versions live, no bubble (the default)
+    delay d, accumulate 1            the paper's: a version per microbatch in flight, d = depth - 1 <= 2 (N - j)
+
+A forward waits while `depth` microbatches are in flight at this stage, or while its version does not exist yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ..core.config import config, require
+
+__all__ = ["Action", "Kind", "Rule", "Schedule", "default_delay", "grid"]
+
+Kind = Literal["forward", "backward", "step", "evaluate", "wait"]
+_SIGNS = {"forward": "F", "backward": "B", "step": "S", "evaluate": "E", "wait": "-"}
+
+
+@config
+class Rule:
+    """How a stage trains: microbatches per update, microbatches in flight, updates of delay."""
+
+    accumulate: int
+    depth: int
+    delay: int
+
+    def __post_init__(self) -> None:
+        require(self.accumulate >= 1, f"accumulate must be at least 1, not {self.accumulate}")
+        require(self.depth >= 1, f"depth must be at least 1, not {self.depth}")
+        require(self.delay >= 0, f"delay must be at least 0, not {self.delay}")
+
+    def window(self, microbatch: int) -> int:
+        return microbatch // self.accumulate
+
+    def version(self, window: int) -> int:
+        return max(0, window - self.delay)
+
+    @property
+    def live_versions(self) -> int:
+        """How many versions of the weights exist at once, at the most."""
+        return self.delay + 1
+
+
+def default_delay(accumulate: int, depth: int, max_staleness: int | None = None) -> int:
+    """The smallest delay that costs no bubble: 1 if a window holds all that is in flight, else as needed."""
+    natural = 1 if accumulate >= depth else -(-(depth - 1) // accumulate)
+    return natural if max_staleness is None else min(natural, max_staleness)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do. `number` is a microbatch, a window or an evaluation; `version` the weights to use.
+
+    A wait says in `reason` what it waits for.
+    """
+
+    kind: Kind
+    number: int = -1
+    version: int = -1
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return _SIGNS[self.kind] + (str(self.number) if self.number >= 0 else "")
+
+
+class _Input(NamedTuple):
+    """What waits to go forward: a microbatch, or an evaluation."""
+
+    evaluation: int = -1
+    fresh: bool = False
+
+
+_TRAINING = _Input()
+
+
+class Schedule:
+    """The state of one stage. Tell it what arrived and what is done; ask it what is next."""
+
+    def __init__(self, rule: Rule, *, is_leaf: bool, steps_need_permission: bool = False) -> None:
+        """`steps_need_permission` if a step waits for a norm or a tied gradient from other stages."""
+        self.rule = rule
+        self.is_leaf = is_leaf
+        self.forwards = 0  # microbatches that went forward
+        self.backwards = 0  # microbatches that came back
+        self.updates = 0  # also the number of the newest version
+        self.end: int | None = None  # the number of updates after which nothing more is trained
+        self.staleness: Counter[int] = Counter()
+        self._inputs: deque[_Input] = deque()  # arrived and not yet run
+        self._gradients = 0  # microbatches whose gradient has arrived
+        self._allowed = 0  # windows whose step may be done
+        self._must_allow = steps_need_permission
+
+    def input_arrived(self) -> None:
+        self._inputs.append(_TRAINING)
+
+    def evaluation_arrived(self, number: int, *, fresh: bool) -> None:
+        """`fresh` waits for the update of every window before it; else it uses what the next microbatch will."""
+        self._inputs.append(_Input(number, fresh))
+
+    def gradient_arrived(self) -> None:
+        self._gradients += 1
+
+    def allow_step(self) -> None:
+        self._allowed += 1
+
+    @property
+    def in_flight(self) -> int:
+        return self.forwards - self.backwards
+
+    @property
+    def queued(self) -> int:
+        """Inputs that arrived and wait."""
+        return len(self._inputs)
+
+    def next(self) -> Action:
+        """The next thing to do: a step, else a backward, else a forward, else wait."""
+        if self._step_is_ready():
+            return Action("step", self.updates)
+        if self.backwards < (self.forwards if self.is_leaf else self._gradients) and not self._past_end(self.backwards):
+            window = self.rule.window(self.backwards)
+            return Action("backward", self.backwards, self.rule.version(window))
+        return self._forward()
+
+    def done(self, action: Action) -> None:
+        """Note that an action has been carried out."""
+        match action.kind:
+            case "forward":
+                self._inputs.popleft()
+                self.forwards += 1
+            case "backward":
+                self.backwards += 1
+                window = self.rule.window(action.number)
+                self.staleness[window - action.version] += 1
+            case "step":
+                self.updates += 1
+            case "evaluate":
+                self._inputs.popleft()
+
+    def _step_is_ready(self) -> bool:
+        collected = self.backwards // self.rule.accumulate
+        return collected > self.updates and (not self._must_allow or self._allowed > self.updates)
+
+    def _past_end(self, microbatch: int) -> bool:
+        return self.end is not None and self.rule.window(microbatch) >= self.end
+
+    def _forward(self) -> Action:
+        if not self._inputs:
+            return Action("wait", reason="for an input" if self.is_leaf else "for an input or a gradient")
+        waiting = self._inputs[0]
+        window = self.rule.window(self.forwards)
+        version = window if waiting.fresh else self.rule.version(window)
+        if self.updates < version:
+            return Action("wait", reason=f"for version {version} of the weights, the newest is {self.updates}")
+        if waiting.evaluation >= 0:
+            return Action("evaluate", waiting.evaluation, version)
+        if self._past_end(self.forwards):
+            return Action("wait", reason=f"after the last update, {self.end}")
+        if self.in_flight >= self.rule.depth:
+            return Action("wait", reason=f"{self.in_flight} microbatches are in flight, as many as may be")
+        return Action("forward", self.forwards, version)
+
+
+def grid(rows: list[list[Action]], width: int = 4) -> str:
+    """Stages as lines, moments as columns: `F0  F1  B0  ...`, to look at and to compare."""
+    return "\n".join("".join(str(action).ljust(width) for action in row).rstrip() for row in rows)

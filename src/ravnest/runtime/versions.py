@@ -1,0 +1,84 @@
+"""Weights by version: each is a set of leaf tensors of its own, so that a backward finds what its forward used.
+
+Version u + 1 is made from u by an update. Version v dies when window v + delay is done, which is just before the
+update that needs memory for a new one, so its buffers are used again: `delay + 1` sets of weights in all, no others.
+A correction that runs on other weights than it updates (look-ahead) keeps the updated ones, the master, apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from .corrections import Corrector
+
+__all__ = ["Tensors", "Versions"]
+
+Tensors = dict[str, Tensor]
+
+
+class Versions:
+    """The trainable parameters of a stage."""
+
+    def __init__(self, weights: Mapping[str, Tensor], corrector: Corrector) -> None:
+        self.delay = corrector.delay
+        self.corrector = corrector
+        self.newest = 0
+        self.master: Tensors = {name: tensor.detach() for name, tensor in weights.items()}
+        self._has_master = corrector.needs_buffer
+        first = {n: t.clone() for n, t in self.master.items()} if self._has_master else self.master
+        self._live: dict[int, Tensors] = {0: _leaves(first)}
+        self._spare: list[Tensors] = []
+
+    def __getitem__(self, version: int) -> Tensors:
+        """The leaf tensors that microbatches of that version run on."""
+        return self._live[version]
+
+    @property
+    def live(self) -> list[int]:
+        return sorted(self._live)
+
+    def update(self, apply: Callable[[Tensors], None]) -> None:
+        """Make the next version: `apply` steps the tensors it is given, in place."""
+        self._retire()
+        if self._has_master:
+            buffer = self._buffer()
+            _copy(self.master, buffer)  # the old master, until the line after next
+            apply(self.master)
+            self.corrector.compute_weights(self.master, buffer, out=buffer)
+        elif self.delay == 0:
+            buffer = self.master
+            self._live.clear()
+            apply(buffer)
+        else:
+            buffer = self._buffer()
+            _copy(self.master, buffer)
+            apply(buffer)
+            self.master = buffer
+        self.newest += 1
+        self._live[self.newest] = _leaves(buffer)
+
+    def evaluation(self, version: int) -> Tensors:
+        """Weights to evaluate on: the master's if it is of that version."""
+        return self.master if version == self.newest else self._live[version]
+
+    def _retire(self) -> None:
+        """Take back the versions that no window from the next on will use."""
+        for version in [v for v in self._live if v < self.newest + 1 - self.delay]:
+            leaves = self._live.pop(version)
+            if self.delay:
+                self._spare.append({name: leaf.detach() for name, leaf in leaves.items()})
+
+    def _buffer(self) -> Tensors:
+        return self._spare.pop() if self._spare else {n: torch.empty_like(t) for n, t in self.master.items()}
+
+
+def _leaves(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+
+
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in source.items():
+        target[name].copy_(tensor)
