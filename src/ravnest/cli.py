@@ -1,15 +1,19 @@
-"""The `ravnest` command. Errors that the world causes are one sentence and exit code 2; `--debug` shows the rest."""
+"""The `ravnest` command. What goes wrong in the world is one sentence and exit code 2; `--debug` shows the rest."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from . import __version__
 from .core.errors import RavnestError
+
+if TYPE_CHECKING:
+    from .jobfile import JobFile
 
 __all__ = ["app", "main"]
 
@@ -20,6 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same weights, bit for bit.")]
+Folder = Annotated[Path | None, typer.Option(help="Where the run is kept; by default a new folder under runs/.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -38,19 +46,79 @@ def options(
 
 
 @app.command()
-def demo(
-    steps: Annotated[int, typer.Option(min=1, help="How many batches to train on.")] = 400,
-    stages: Annotated[int, typer.Option(min=1, max=16, help="Into how many stages to cut the model.")] = 3,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same weights.")] = 0,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+def train(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = ravnest.Job(...)`.")],
+    local: Annotated[int | None, typer.Option(min=1, help="Train on this machine, split over N processes.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Updates; one batch of the data is one step.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
+    accumulate: Annotated[int | None, typer.Option(min=1, help="Microbatches per update; 1 is the paper's.")] = None,
+    mode: Annotated[str | None, typer.Option(help="async (no bubbles) or sync (as plain PyTorch).")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Most updates a gradient may be late.")] = None,
+    memory: Annotated[str | None, typer.Option(help="What each node may use: 1GB, or 1GB,2GB,...")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads of each node.")] = None,
+    cores: Annotated[
+        str | None, typer.Option(help="The core of each node: 0,1,1 makes the last two share one.")
+    ] = None,
+    recompute: Annotated[bool | None, typer.Option(help="Keep no activations, compute them again.")] = None,
+    autocast: Annotated[str | None, typer.Option(help="none or bf16.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Of activations on links: none, bf16, int8.")] = None,
+    validate_every: Annotated[int | None, typer.Option(min=0, help="Steps between evaluations.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same weights, bit for bit.")] = None,
+    folder: Folder = None,
+    debug: Debug = False,
 ) -> None:
-    """Train a small GPT on Python's own source, in stages that are data. About a minute.
+    """Train the job that a Python file defines.
 
-    Example: `ravnest demo --steps 1000 --stages 4`
+    Example: `ravnest train job.py --local 4 --steps 1000 --memory 1GB,1GB,2GB,2GB`
+
+    Ctrl-C ends after the step that is being fed, and saves.
     """
-    from .demo import run_demo  # torch takes a second to import; --help does not need it
+    from .jobfile import load_job  # torch takes a second to import; --help does not need it
 
-    run_demo(Console(), steps=steps, num_stages=stages, seed=seed)
+    given = {
+        "on": None if local is None else f"local:{local}", "steps": steps, "epochs": epochs, "microbatch": microbatch,
+        "accumulate": accumulate, "mode": mode, "max_staleness": max_staleness, "memory": memory, "threads": threads,
+        "cores": cores, "recompute": recompute, "autocast": autocast, "compression": compression,
+        "validate_every": validate_every, "seed": seed, "folder": folder,
+    }  # fmt: skip
+    run_job(load_job(job), {name: value for name, value in given.items() if value is not None})
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 400,
+    nodes: Annotated[int, typer.Option(min=1, max=16, help="How many processes share the model.")] = 3,
+    seed: Seed = 0,
+    folder: Folder = None,
+    debug: Debug = False,
+) -> None:
+    """Train a small GPT on Python's own source, split over uneven processes of this machine. About two minutes.
+
+    Example: `ravnest demo --steps 1000 --nodes 4`
+    """
+    from .jobfile import load_job
+
+    path = Path(__file__).parent / "examples" / "char_gpt.py"
+    given: dict[str, Any] = {"on": f"local:{nodes}", "steps": steps, "seed": seed, "validate_every": max(1, steps // 4)}
+    run_job(load_job(path), given | ({"folder": folder} if folder else {}))
+
+
+def run_job(file: JobFile, changes: dict[str, Any]) -> None:
+    """Train, show, sum up."""
+    from .show import show_on, summary
+
+    console = Console()
+    steps = changes.get("steps", file.job.training.steps)
+    run = file.job.train(show=show_on(console, steps), **changes)
+    console.print(summary(run))
+    for found in run.evaluations[-1:]:
+        console.print(
+            "held-out: " + "  ".join(f"{name} {value:.4f}" for name, value in found.items() if name != "step")
+        )
+    if file.after is not None:
+        console.print(file.after(run), markup=False, highlight=False)
+    console.print(f"the run is in {run.folder}", highlight=False, soft_wrap=True)
 
 
 def main() -> None:
@@ -60,7 +128,7 @@ def main() -> None:
     except (RavnestError, ValueError) as error:
         if "--debug" in sys.argv:
             raise
-        Console(stderr=True).print(f"ravnest: {error}", style="red", highlight=False, markup=False)
+        Console(stderr=True).print(f"ravnest: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")

@@ -144,6 +144,7 @@ ATTACKS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "kind": (at("state", 0, "kind", to="module"), "not a parameter or a buffer"),
     "write to a parameter": (add("aten.mul_.Scalar", "%s0", 2.0), "may be written"),
     "write to a fixed buffer": (lambda f: add("aten.zero_.default", "%" + fixed_buffer(f))(f), "may be written"),
+    "write to a parameter through a view": (lambda f: write_through_a_view(f), "may be written"),
     "statistics into a parameter": (lambda f: batch_norm_into(f, "%s0"), "may be written"),
     "deep nesting": (nested, "stage file"),
     "endless arithmetic": (lambda f: grow(f), "out of range|OverflowError"),
@@ -179,6 +180,11 @@ ATTACKS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 def fixed_buffer(file: dict[str, Any]) -> str:
     name: str = next(s["name"] for s in file["state"] if s["target"] == "scale")
     return name
+
+
+def write_through_a_view(file: dict[str, Any]) -> None:
+    add("aten.detach.default", "%s0", outs=("w",))(file)
+    add("aten.mul_.Scalar", "%w", 2.0)(file)
 
 
 def batch_norm_into(file: dict[str, Any], name: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ravnest.core.clock import SystemClock
 from ravnest.core.messages import Backward, Data, Evaluate, Forward
 from ravnest.graph import Program, Stage, split, stage_weights
-from ravnest.runtime.loop import Inbox, Loop, Role
+from ravnest.runtime.freight import Freights
+from ravnest.runtime.loop import Inbox, Loop, Role, Wiring
 from ravnest.runtime.metrics import StageMetrics
 from ravnest.runtime.plan import roles
 from ravnest.runtime.schedule import Rule, Schedule
@@ -151,17 +151,15 @@ def _loop(
     rng = random.Random(jitter * 100 + i) if jitter is not None else None
     before = _Door(inboxes[i - 1], rng) if i else _Front(pipe)
     after = _Door(inboxes[i + 1], rng) if i < last else _Front(pipe)
-    return Loop(
-        trainer, schedule, windows, role, inbox=inboxes[i], doors=(before, after), observer=watch,
-        clock=SystemClock(), max_batch=1024,
-    )  # fmt: skip
+    wiring = Wiring(inboxes[i], before, after, watch, Freights.of(stage, settings.compression, max_batch=1024))
+    return Loop(trainer, schedule, windows, role, wiring)
 
 
 def _guard(loop: Loop, pipe: Pipe) -> None:
     torch.set_num_threads(1)
     try:
         loop.run()
-    except BaseException as error:  # noqa: BLE001  (a thread's failure is the test's)
+    except BaseException as error:
         pipe.errors.append(error)
         pipe.done.set()
 

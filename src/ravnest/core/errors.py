@@ -11,7 +11,9 @@
     │   ├── HandshakeError    ... because the two sides do not trust each other
     │   ├── LinkClosed        ... because one side closed it or died
     │   └── LinkTimeout       ... because a deadline passed
-    └── IdentityError     a key, certificate or signing request that cannot be used
+    ├── IdentityError     a key, certificate or signing request that cannot be used
+    ├── WorkerLost        a worker process that ended before its work did
+    └── NotFinite         a loss that became infinite or not a number
 
 A user's own mistake in a call is a `ValueError`; a bug of ours is an `AssertionError`.
 """
@@ -26,11 +28,13 @@ __all__ = [
     "LinkClosed",
     "LinkError",
     "LinkTimeout",
+    "NotFinite",
     "ProgramError",
     "RavnestError",
     "TraceError",
     "UnsupportedOp",
     "WeightsError",
+    "WorkerLost",
 ]
 
 
@@ -42,7 +46,7 @@ class TraceError(RavnestError):
     """The model and its loss cannot be turned into a program."""
 
 
-class UnsupportedOp(TraceError):  # noqa: N818  (reads as the name of the refusal)
+class UnsupportedOp(TraceError):
     """The model calls an operation that is not on the allow-list."""
 
 
@@ -70,13 +74,21 @@ class HandshakeError(LinkError):
     """No link was made: one side does not trust the other."""
 
 
-class LinkClosed(LinkError):  # noqa: N818  (reads as what happened)
+class LinkClosed(LinkError):
     """One side closed the link or died."""
 
 
-class LinkTimeout(LinkError):  # noqa: N818  (reads as what happened)
+class LinkTimeout(LinkError):
     """A deadline passed."""
 
 
 class IdentityError(RavnestError):
     """A key, certificate or signing request cannot be used."""
+
+
+class WorkerLost(RavnestError):
+    """A worker process ended before its work did."""
+
+
+class NotFinite(RavnestError):
+    """The loss became infinite or not a number."""

@@ -8,8 +8,8 @@ from ..core.errors import ProgramError
 from .check_init import check_init
 from .check_parts import TARGET, check_op, check_tensor, define, limit, place
 from .limits import Limits
-from .ops import ALLOWED, schema_of, writes_statistics
-from .program import DTYPES, SCALARS, Op, Stage, Value, num_bytes
+from .ops import ALLOWED, may_share_memory, schema_of, writes_statistics
+from .program import DTYPES, SCALARS, Op, Stage, Value, num_bytes, refs
 
 __all__ = ["check_stage"]
 
@@ -35,6 +35,8 @@ def check_stage(stage: Stage, limits: Limits) -> None:
     for i, op in enumerate(stage.ops):
         check_op(place("op", i, op), op, kinds, ALLOWED)
         _check_writes(place("op", i, op), op, protected)
+        if may_share_memory(op.op) and protected.intersection(refs(op)):
+            protected.update(filter(None, op.outs))
     _check_outputs(stage, kinds, limits)
     if stage.init is not None:
         check_init(stage.init, stage.state, limits)

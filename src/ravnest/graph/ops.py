@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "ALLOWED", "FAMILIES", "INIT_ALLOWED", "LITERAL", "LITERAL_LIMIT", "SYM", "Family",
-    "is_random", "needs_device", "resolve", "schema_of", "train_flags", "writes_statistics",
+    "ALLOWED", "FAMILIES", "INIT_ALLOWED", "LITERAL", "LITERAL_LIMIT", "SYM", "TRUNC_NORMAL", "Family",
+    "is_random", "may_share_memory", "needs_device", "resolve", "schema_of", "train_flags", "writes_statistics",
 ]  # fmt: skip
 
 
@@ -172,6 +172,7 @@ INIT_ALLOWED: dict[str, str] = {
 
 LITERAL = "ravnest.literal"  # a small tensor written out in a builder: (numbers, dtype, shape)
 LITERAL_LIMIT = 1 << 16
+TRUNC_NORMAL = "ravnest.trunc_normal_"  # (tensor, mean, std, a, b): draws until all lie between a and b
 _BOUND = 2**63 - 1
 
 
@@ -206,6 +207,8 @@ def resolve(name: str) -> Callable[..., Any]:
         return _size
     if name == LITERAL:
         return _literal
+    if name == TRUNC_NORMAL:
+        return torch.nn.init.trunc_normal_
     assert name in ALLOWED or name in INIT_ALLOWED, name
     _, op, overload = name.split(".")
     function: Callable[..., Any] = getattr(getattr(torch.ops.aten, op), overload)
@@ -249,6 +252,15 @@ def train_flags(name: str) -> tuple[tuple[str, object], ...]:
     return _EVAL_ARGS.get(name, ())
 
 
+@cache
+def may_share_memory(name: str) -> bool:
+    """Ops whose result may be another look at the memory of an argument."""
+    if name in SYM or name in ("aten.sym_size.int", LITERAL):
+        return False
+    declared = any(a.alias_info is not None for a in schema_of(name).arguments)
+    return declared or ALLOWED[name] in ("views", "conversions", "randomness") or name.startswith("aten.meshgrid.")
+
+
 def writes_statistics(name: str) -> bool:
     """Ops that write running statistics although their signature does not say so."""
     return name in ("aten.batch_norm.default", "aten.instance_norm.default")
@@ -257,7 +269,7 @@ def writes_statistics(name: str) -> bool:
 @cache
 def needs_device(name: str) -> bool:
     """Ops that make a tensor from nothing: without a device of their own they would make it anywhere."""
-    if name in SYM or name in ("aten.sym_size.int", LITERAL):
+    if name in SYM or name in ("aten.sym_size.int", LITERAL, TRUNC_NORMAL):
         return False
     arguments = schema_of(name).arguments
     return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
@@ -266,6 +278,8 @@ def needs_device(name: str) -> bool:
 @cache
 def is_random(name: str) -> bool:
     """Ops that draw from the random generator."""
+    if name == TRUNC_NORMAL:
+        return True
     return name.startswith("aten.") and name != "aten.sym_size.int" and _draws in resolve(name).tags  # type: ignore[attr-defined]
 
 

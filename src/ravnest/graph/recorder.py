@@ -7,17 +7,19 @@ its own tensors, and only those, is then a slice of that list; random numbers th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.errors import TraceError
 from .export import Ref, encode_call, op_name
-from .ops import INIT_ALLOWED, LITERAL, LITERAL_LIMIT, is_random
+from .ops import INIT_ALLOWED, LITERAL, LITERAL_LIMIT, TRUNC_NORMAL, is_random
 from .program import Draw, Init, Op, dtype_name, map_refs, refs
 
 __all__ = ["InitLog", "record"]
@@ -75,6 +77,10 @@ class InitLog:
         out_names = ("",) * len(outs) if changed else tuple(self.name(o) for o in produced)
         self._append(Op(name, out_names, coded_args, coded_kwargs), outs[0], reads, [*changed, *produced])
 
+    def special(self, op: Op, tensor: Tensor) -> None:
+        """An op of our own that changes a tensor."""
+        self._append(op, tensor, [tensor], [tensor])
+
     def _append(self, op: Op, first: Any, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         shape = tuple(first.shape) if isinstance(first, Tensor) else ()
         dtype = dtype_name(first.dtype) if isinstance(first, Tensor) else ""
@@ -96,7 +102,7 @@ class InitLog:
         for step, kept in zip(self.steps, chosen, strict=True):
             if kept is not None:
                 ops.append(_checked(_rename(self._written_out(kept.op), rename)))
-            elif step.op.op.startswith("aten.") and is_random(step.op.op):
+            elif is_random(step.op.op):
                 draws.append(_draw(step, len(ops)))
         return Init(tuple(ops), tuple(d for d in draws if d.at < len(ops)))
 
@@ -115,6 +121,23 @@ class InitLog:
                     f"{name} was not made by torch operations inside the builder; "
                     "make it there, or pass the model itself instead of a builder"
                 )
+
+
+@contextmanager
+def _truncation_recorded(log: InitLog) -> Iterator[None]:
+    """torch draws a truncated normal until all values fit, which fake tensors cannot tell: note the call instead."""
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def noted(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        args = (Ref("%" + log.name(tensor)), float(mean), float(std), float(a), float(b))
+        log.special(Op(TRUNC_NORMAL, ("",), encode_call(args, {}, "the builder")[0]), tensor)
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = noted
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -136,7 +159,7 @@ def record(builder: Callable[[], nn.Module], fake: FakeTensorMode) -> tuple[nn.M
     """Build the model without memory for its weights, and the list of what it did."""
     log = InitLog()
     try:
-        with fake, _Recorder(log):
+        with fake, _Recorder(log), _truncation_recorded(log):
             module = builder()
     except TraceError:
         raise
@@ -192,7 +215,7 @@ def _rename(op: Op, names: Mapping[str, str]) -> Op:
 
 
 def _checked(op: Op) -> Op:
-    if op.op != LITERAL and op.op not in INIT_ALLOWED:
+    if op.op not in (LITERAL, TRUNC_NORMAL) and op.op not in INIT_ALLOWED:
         raise TraceError(
             f"the builder initialises a tensor with {op.op}, which no stage may use; "
             "use other torch operations, or pass the model itself instead of a builder"

@@ -20,7 +20,7 @@ from .ops import LITERAL
 from .program import DTYPES, Draw, Init, Op, Stage, Value, dtype_name, resolve_dim
 from .run import run_op
 
-__all__ = ["rehearse"]
+__all__ = ["rehearse", "rehearse_batch"]
 
 _META = torch.device("meta")
 
@@ -33,6 +33,13 @@ def rehearse(stage: Stage, limits: Limits) -> None:
             _rehearse_ops(stage, batch, limits)
         if stage.init is not None:
             _rehearse_init(stage.init, stage, limits)
+
+
+def rehearse_batch(stage: Stage, batch: int, limits: Limits) -> None:
+    """The same for one more batch size, before the first microbatch of that size is run: sizes may depend on it."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _rehearse_ops(stage, batch, limits)
 
 
 def _rehearse_ops(stage: Stage, batch: int, limits: Limits) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import ALLOWED, LITERAL, SYM, needs_device, resolve, schema_of, train_flags
+from .ops import ALLOWED, LITERAL, SYM, TRUNC_NORMAL, needs_device, resolve, schema_of, train_flags
 from .program import DTYPES, Arg, Op, Stage, refs
 
 __all__ = ["Runner", "decode", "returns_one", "run_op"]
@@ -202,7 +202,7 @@ class _Compiler:
 
 def returns_one(name: str) -> bool:
     """Whether an op gives one result (and not a tuple or a list of them)."""
-    if name in SYM or name in ("aten.sym_size.int", LITERAL):
+    if name in SYM or name in ("aten.sym_size.int", LITERAL, TRUNC_NORMAL):
         return True
     returns = schema_of(name).returns
     return len(returns) == 1 and str(returns[0].type) in ("Tensor", "number", "int", "SymInt")

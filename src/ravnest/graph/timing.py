@@ -113,9 +113,8 @@ class _Survey:
     def repeat(self) -> None:
         for _ in range(_MAX_ROUNDS - 1):
             for sample in self.samples.values():
-                if time.perf_counter() + 2 * sample.spent_s > self.deadline:
-                    continue
-                sample.measure(self.overhead)
+                if sample.seconds is not None and time.perf_counter() + sample.spent_s < self.deadline:
+                    sample.measure(self.overhead)
 
 
 class _Sample:
@@ -129,19 +128,18 @@ class _Sample:
         self.spent_s = 0.0
 
     def measure(self, overhead: OpSeconds) -> None:
-        """Run the op a few times; if torch refuses, `seconds` stays as it was."""
+        """Run the op a few times; if torch refuses, `seconds` stays None."""
         began = time.perf_counter()
         try:
-            forward_s, backward_s = self._least(overhead)
-        except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError):
-            return  # made-up data cannot please every op; it is estimated
-        finally:
-            self.spent_s = time.perf_counter() - began
-        if self.seconds is not None:
-            forward_s, backward_s = min(forward_s, self.seconds.forward_s), min(backward_s, self.seconds.backward_s)
-        self.seconds = OpSeconds(forward_s, backward_s)
+            forward_s, backward_s = self._least()
+        except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError):
+            return  # made-up data cannot please every op
+        self.spent_s = time.perf_counter() - began
+        now = OpSeconds(max(forward_s - overhead.forward_s, 0.0), max(backward_s - overhead.backward_s, 0.0))
+        before = self.seconds or now
+        self.seconds = OpSeconds(min(now.forward_s, before.forward_s), min(now.backward_s, before.backward_s))
 
-    def _least(self, overhead: OpSeconds) -> tuple[float, float]:
+    def _least(self) -> tuple[float, float]:
         runner = Runner(_stage_of((self.op,), len(self.looks)))
         leaves = [_make_up(look, _rows(self.op, self.looks)) for look in self.looks]
         forward_s = backward_s = inf
@@ -152,8 +150,7 @@ class _Sample:
                 break
         results = iter(outputs)
         self.made = [_look(next(results), d) if out else 0 for out, d in zip(self.op.outs, self.made, strict=True)]
-        trained = any(isinstance(look, _Look) and look.grad for look in self.made)
-        return max(forward_s - overhead.forward_s, 0.0), max(backward_s - overhead.backward_s, 0.0) if trained else 0.0
+        return forward_s, backward_s
 
 
 def _once(runner: Runner, leaves: Sequence[Any], *, writes: bool) -> tuple[float, float, tuple[Any, ...]]:
@@ -208,7 +205,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides[: len(shape)]))
 
 
-def _look(result: Any, declared: _Seen) -> _Seen:
+def _look(result: Tensor | bool | int | float, declared: _Seen) -> _Seen:
     """What an op really gave; whether a gradient comes back for it is known from the whole program."""
     if not isinstance(result, Tensor):
         return result

@@ -24,7 +24,7 @@ from .ops import resolve
 from .program import DTYPES, Draw, Init, Program, Stage, State, refs
 from .run import decode, run_op
 
-__all__ = ["WeightsWriter", "initialise", "read_weights", "stage_weights", "write_weights"]
+__all__ = ["WeightsWriter", "initialise", "iterate_weights", "read_weights", "replay", "stage_weights", "write_weights"]
 
 _CPU = torch.device("cpu")
 _CHUNK = 1 << 20  # a multiple of the 16 numbers that torch draws at a time
@@ -43,9 +43,14 @@ def stage_weights(program: Program, stage: Stage) -> dict[str, Tensor]:
 def initialise(stage: Stage, seed: int) -> dict[str, Tensor]:
     """The stage's own tensors, as `torch.manual_seed(seed)` and the builder would have made them."""
     assert stage.init is not None, "this stage was traced from a model that has weights"
+    return replay(stage.init, {s.target for s in stage.state}, seed)
+
+
+def replay(init: Init, targets: set[str], seed: int) -> dict[str, Tensor]:
+    """Make `targets` as an init list says; the caller's random numbers stay as they are."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        return _replay(stage.init, {s.target for s in stage.state})
+        return _replay(init, targets)
 
 
 def _replay(init: Init, targets: set[str]) -> dict[str, Tensor]:
@@ -83,7 +88,12 @@ def _discard(draw: Draw) -> None:
 
 def read_weights(stage: Stage, path: Path | str) -> dict[str, Tensor]:
     """The stage's own tensors out of a safetensors file; its shapes and dtypes are checked before anything is read."""
-    return dict(_read(path, [s for s in stage.state if s.owner == stage.index]))
+    return dict(iterate_weights(stage, path))
+
+
+def iterate_weights(stage: Stage, path: Path | str) -> Iterator[tuple[str, Tensor]]:
+    """As `read_weights`, a tensor at a time."""
+    return _read(path, [s for s in stage.state if s.owner == stage.index])
 
 
 def _read(path: Path | str, wanted: Iterable[State]) -> Iterator[tuple[str, Tensor]]:

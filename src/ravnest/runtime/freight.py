@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..core.errors import FrameError
-from ..graph import Value
+from ..graph import Stage, Value
 from ..graph.program import DTYPES, resolve_dim
 
-__all__ = ["Freight", "as_bytes"]
+__all__ = ["Freight", "Freights", "as_bytes"]
 
 
 class Freight:
@@ -104,6 +105,28 @@ class Freight:
                 return quantised.float().mul_(first)
             case _:
                 return first
+
+
+@dataclass(frozen=True)
+class Freights:
+    """The forms of all messages of a stage."""
+
+    inputs: Freight
+    outputs: Freight
+    gradients_in: Freight
+    gradients_out: Freight
+
+    @staticmethod
+    def of(stage: Stage, compression: str, max_batch: int) -> Freights:
+        """The batch itself is never compressed, nor does a gradient of it go back."""
+        into = "none" if stage.index == 0 else compression
+        gradients = [v for v in stage.outputs if v.grad], [v for v in stage.inputs if v.grad]
+        return Freights(
+            inputs=Freight(stage.inputs, into, max_batch=max_batch),
+            outputs=Freight(stage.outputs, compression, max_batch=max_batch),
+            gradients_in=Freight(gradients[0], compression, max_batch=max_batch),
+            gradients_out=Freight(gradients[1], into, max_batch=max_batch),
+        )
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -15,17 +15,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..core.clock import Clock
+from ..core.clock import Clock, SystemClock
 from ..core.errors import RavnestError
-from ..graph import State
 from ..core.messages import Backward, Data, Evaluate, Forward, Lend, Norm, Return
-from .freight import Freight
+from ..graph import State
+from .freight import Freights
 from .metrics import StageMetrics
 from .schedule import Action, Schedule
 from .trainer import FRESH, Trainer
 from .windows import Windows
 
-__all__ = ["Door", "Inbox", "Loop", "Observer", "Role"]
+__all__ = ["Door", "Inbox", "Loop", "Observer", "Role", "Wiring"]
 
 
 class Door(Protocol):
@@ -85,31 +85,28 @@ class _Waiting:
     buffers: Sequence[Tensor] = field(default_factory=tuple)
 
 
-class Loop:
-    """Drives one stage until its last update. `inputs` and `outputs` are the forms of its forward messages."""
+@dataclass(frozen=True)
+class Wiring:
+    """What a loop is connected to."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        schedule: Schedule,
-        windows: Windows,
-        role: Role,
-        *,
-        inbox: Inbox,
-        doors: tuple[Door, Door],
-        observer: Observer,
-        clock: Clock,
-        max_batch: int,
-    ) -> None:
+    inbox: Inbox
+    before: Door
+    after: Door
+    observer: Observer
+    freights: Freights
+    admit: Callable[[int], None] = lambda batch: None  # refuses a microbatch size that would take too much memory
+    clock: Clock = field(default_factory=SystemClock)
+
+
+class Loop:
+    """Drives one stage."""
+
+    def __init__(self, trainer: Trainer, schedule: Schedule, windows: Windows, role: Role, wiring: Wiring) -> None:
         self.trainer, self.schedule, self.windows, self.role = trainer, schedule, windows, role
-        self.inbox, self.observer, self.clock = inbox, observer, clock
-        self.before, self.after = doors
-        stage, compression = trainer.stage, trainer.settings.compression
+        self.inbox, self.observer, self.clock = wiring.inbox, wiring.observer, wiring.clock
+        self.before, self.after, self.freights, self.admit = wiring.before, wiring.after, wiring.freights, wiring.admit
+        stage = trainer.stage
         self.index, self.is_root, self.is_leaf = stage.index, stage.index == 0, stage.index == stage.count - 1
-        self.inputs = Freight(stage.inputs, "none" if self.is_root else compression, max_batch=max_batch)
-        self.outputs = Freight(stage.outputs, compression, max_batch=max_batch)
-        self.gradients_in = Freight([v for v in stage.outputs if v.grad], compression, max_batch=max_batch)
-        self.gradients_out = Freight([v for v in stage.inputs if v.grad], compression, max_batch=max_batch)
         self.metrics = StageMetrics(stage=stage.index)
         self._forwards: deque[_Waiting] = deque()
         self._backwards: deque[_Waiting] = deque()
@@ -162,13 +159,15 @@ class Loop:
         header, tensors = item
         match header:
             case Forward(batch=batch):
-                self._forwards.append(_Waiting(header, self.inputs.unpack(batch, tensors), tensors))
+                self.admit(batch)
+                self._forwards.append(_Waiting(header, self.freights.inputs.unpack(batch, tensors), tensors))
                 self.schedule.input_arrived()
             case Evaluate(evaluation=number, batch=batch, fresh=fresh):
-                self._forwards.append(_Waiting(header, self.inputs.unpack(batch, tensors)))
+                self.admit(batch)
+                self._forwards.append(_Waiting(header, self.freights.inputs.unpack(batch, tensors)))
                 self.schedule.evaluation_arrived(number, fresh=fresh)
             case Backward(batch=batch):
-                self._backwards.append(_Waiting(header, self.gradients_in.unpack(batch, tensors), tensors))
+                self._backwards.append(_Waiting(header, self.freights.gradients_in.unpack(batch, tensors), tensors))
                 self.schedule.gradient_arrived()
             case Lend(version=version, owner=owner, until=until, names=names):
                 if self.index < until:
@@ -208,20 +207,20 @@ class Loop:
             if not isfinite(values[0]):
                 self.end_after(window)  # no gradient of this window goes back, so nobody can apply it
         else:
-            self.after.put(header, self.outputs.pack(outputs))
+            self.after.put(header, self.freights.outputs.pack(outputs))
         self.schedule.done(action)
 
     def _backward(self, action: Action) -> None:
         sent = self._in_flight.pop(action.number)
         came = None if self.is_leaf else self._backwards.popleft()
         gradients = self.trainer.backward(action.number, None if came is None else self._spread(came.values))
-        packed = self.gradients_out.pack(
+        packed = self.freights.gradients_out.pack(
             [g for g, v in zip(gradients, self.trainer.stage.inputs, strict=True) if v.grad]
         )
         self.before.put(Backward(action.number, sent.header.batch), packed)
-        self.inputs.give_back(sent.buffers)
+        self.freights.inputs.give_back(sent.buffers)
         if came is not None and not _overlap(came.buffers, packed):
-            self.gradients_in.give_back(came.buffers)
+            self.freights.gradients_in.give_back(came.buffers)
         self.schedule.done(action)
         if self.schedule.backwards % self.schedule.rule.accumulate == 0:
             self._window_done(self.schedule.rule.window(action.number), action.version)
@@ -292,7 +291,7 @@ class Loop:
         if self.is_leaf:
             self.observer.evaluation(action.number, header.batch, [float(o) for o in outputs])
         else:
-            self.after.put(header, self.outputs.pack(outputs))
+            self.after.put(header, self.freights.outputs.pack(outputs))
         self.schedule.done(action)
 
     def _count(self, action: Action, seconds: float) -> None:

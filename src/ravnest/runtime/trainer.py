@@ -21,7 +21,6 @@ from .optimizers import build, embeddings
 from .settings import Settings
 from .versions import Tensors, Versions
 
-
 __all__ = ["FRESH", "Trainer", "squares"]
 
 FRESH = -1  # the version number of tied parameters lent for one evaluation on the newest weights

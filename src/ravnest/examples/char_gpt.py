@@ -1,0 +1,61 @@
+"""A small GPT learns to write Python from the source of the standard library, and shows what it writes.
+
+ravnest train char_gpt.py --local 3 --steps 300
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ravnest
+from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
+from ravnest.examples.text import batches, decode, library_text
+
+CONFIG = GPTConfig(vocab=256, context=64, layers=4, width=128, heads=4, dropout=0.0)
+BATCH = 24
+
+_text = library_text()
+_split = len(_text) * 9 // 10
+
+
+class Windows:
+    """Random windows of a text; each iteration begins with the same ones."""
+
+    def __init__(self, text: Tensor, seed: int) -> None:
+        self.text, self.seed = text, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        return batches(self.text, BATCH, CONFIG.context, self.seed)
+
+
+job = ravnest.Job(
+    model=lambda: GPT(CONFIG),
+    loss=next_token_loss,
+    optimizer=ravnest.AdamW(2e-3, schedule=ravnest.constant(warmup_steps=20)),
+    data=Windows(_text[:_split], seed=0),
+    validation=Windows(_text[_split:], seed=1),
+    name="char_gpt",
+    training=ravnest.Training(steps=300, on="local:3"),
+)
+
+
+def write(weights: Mapping[str, Tensor], prompt: str = "def ", length: int = 200) -> str:
+    """A text that the trained model writes."""
+    model = GPT(CONFIG).eval()
+    model.load_state_dict(dict(weights))
+    ids = torch.tensor([list(prompt.encode())])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(length):
+            logits = model(ids[:, -CONFIG.context :])[0, -1]
+            ids = torch.cat([ids, torch.multinomial((logits / 0.7).softmax(0), 1, generator=generator)[None]], 1)
+    return decode(ids[0])
+
+
+def after(run: ravnest.Run) -> str:
+    """What `ravnest train` prints at the end."""
+    return write(run.state_dict())

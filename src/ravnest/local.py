@@ -1,0 +1,306 @@
+"""A training run on this machine: feeds a crew of workers, follows what they report, and keeps what they made.
+
+The run folder has `plan.json` (who does what), `metrics.jsonl` (a line per update and per evaluation), a log per node,
+and at the end `model.safetensors`. This process holds batches and losses, never activations or optimizer state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from torch import Tensor
+
+from .core.errors import NotFinite
+from .core.messages import Evaluate, Forward
+from .crew import Acknowledged, Crew, Reported
+from .data import Batches, pieces
+from .graph import Program, Stage, dump, stage_weights, write_weights
+from .graph.program import State
+from .graph.weights import iterate_weights, replay
+from .node.orders import Assign, EndAfter, Evaluated, Lost, Ready, Save, Saved, Updated
+from .runtime.freight import Freight
+from .runtime.metrics import StageMetrics
+from .runtime.plan import roles
+from .runtime.schedule import Rule
+from .runtime.settings import Settings
+
+__all__ = ["LocalRun", "Progress", "Work"]
+
+_START_S = 300.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that a run needs to know."""
+
+    program: Program
+    stages: Sequence[Stage]
+    names: Sequence[str]
+    rules: Sequence[Rule]
+    settings: Settings
+    threads: int
+    max_batch: int
+    folder: Path
+    cores: Sequence[int] | None = None
+    patience_s: float = 600.0
+
+
+@dataclass
+class Progress:
+    """Where a run stands: what a display shows."""
+
+    step: int = 0
+    loss: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)  # what else the loss function reports
+    validation: dict[str, float] = field(default_factory=dict)
+    samples_per_s: float = 0.0
+    stages: dict[int, StageMetrics] = field(default_factory=dict)
+
+
+@dataclass
+class _Window:
+    """The losses of one window, until all are there."""
+
+    shares: dict[int, float] = field(default_factory=dict)
+    values: dict[int, tuple[float | None, ...]] = field(default_factory=dict)
+
+
+class LocalRun:
+    """Feeds, follows, saves. `show` is called after every update."""
+
+    def __init__(self, work: Work, show: Callable[[Progress], None]) -> None:
+        self.work, self.show = work, show
+        self.progress = Progress()
+        self.losses: list[float] = []
+        self.evaluations: list[dict[str, float]] = []
+        self._labels = [v.name for v in work.program.outputs]
+        self._freight = Freight(work.program.inputs, "none", max_batch=work.max_batch)
+        self._batched = [bool(v.shape) and isinstance(v.shape[0], tuple) for v in work.program.inputs]
+        self._accumulate = work.rules[0].accumulate
+        self._windows: dict[int, _Window] = {}
+        self._fed = self._acknowledged = self._samples = 0
+        self._waiting: set[str] = set()
+        self._evaluating: dict[int, dict[int, tuple[int, tuple[float | None, ...]]]] = {}
+        self._stepped: dict[int, int] = {}
+        self._end: int | None = None
+        self._bad: int | None = None
+        self._began = 0.0
+
+    def run(
+        self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, validate_every: int
+    ) -> None:
+        """Train for `steps` updates, or until the batches end. Ctrl-C ends after the window that is being fed."""
+        work = self.work
+        with Crew(work.names, work.folder) as crew, (work.folder / "metrics.jsonl").open("w") as log:
+            self._crew, self._log = crew, log
+            crew.start([dump(s) for s in work.stages], self._assigns())
+            self._until(lambda: len(self._waiting) == len(work.stages), _START_S)
+            self._began = time.monotonic()
+            with contextlib.suppress(KeyboardInterrupt):  # what was fed is still trained and saved
+                self._feed_all(batches, steps, validate, validate_every)
+            self._finish(validate)
+
+    def _assigns(self) -> list[Assign]:
+        work = self.work
+        given = roles(work.stages, [r.delay for r in work.rules])
+        return [
+            Assign(
+                settings=work.settings, rule=rule, role=role, max_batch=work.max_batch, threads=work.threads,
+                core=work.cores[stage.index] if work.cores else -1, weights=self._write_first_weights(stage),
+            )
+            for stage, rule, role in zip(work.stages, work.rules, given, strict=True)
+        ]  # fmt: skip
+
+    def _write_first_weights(self, stage: Stage) -> str:
+        """A model that exists gives each stage its tensors in a file; a builder's stages make their own."""
+        if self.work.program.log is not None:
+            return ""
+        tensors = stage_weights(self.work.program, stage)
+        path = self.work.folder / f".first-{stage.index}.safetensors"
+        with write_weights(path, [s for s in stage.state if s.target in tensors]) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+        return str(path)
+
+    def _feed_all(
+        self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
+    ) -> None:
+        window = 0
+        while (steps is None or window < steps) and self._bad is None:
+            if validate is not None and every and window and window % every == 0:
+                self._evaluate(validate(), number=window, fresh=False)
+            batch = batches.next()
+            if batch is None:
+                break
+            self._feed(window, batch)
+            window += 1
+
+    def _feed(self, window: int, batch: Any) -> None:
+        """Send one window. Once begun it is sent whole, even when Ctrl-C is pressed meanwhile."""
+        parts = pieces(self.work.program.feed(batch), self._batched, self._accumulate)
+        sizes = [len(next(t for t, b in zip(part, self._batched, strict=True) if b)) for part in parts]
+        interrupted = False
+        self._windows[window] = _Window()
+        for part, size in zip(parts, sizes, strict=True):
+            share = size / sum(sizes)
+            self._windows[window].shares[self._fed] = share
+            try:
+                self._until(lambda: self._fed - self._acknowledged <= self._ahead or self._bad is not None)
+            except KeyboardInterrupt:
+                interrupted = True
+            self._crew.feed(Forward(self._fed, size, share), self._freight, part)
+            self._fed += 1
+            self._samples += size
+        if interrupted:
+            raise KeyboardInterrupt
+
+    @property
+    def _ahead(self) -> int:
+        """How many microbatches may be on their way: enough that the root never waits for us."""
+        return self.work.rules[0].depth + 2
+
+    def _evaluate(self, batches: Sequence[Any], *, number: int, fresh: bool) -> None:
+        """Send held-out batches through; their results come with number `number * 2**20 + i`."""
+        base = number << 20
+        wanted = 0
+        for batch in batches:
+            leaves = self.work.program.feed(batch)
+            size = len(next(t for t, b in zip(leaves, self._batched, strict=True) if b))
+            for part in pieces(leaves, self._batched, -(-size // self.work.max_batch)):
+                samples = len(next(t for t, b in zip(part, self._batched, strict=True) if b))
+                self._crew.feed(Evaluate(base + wanted, samples, fresh), self._freight, part)
+                wanted += 1
+        self._evaluating[number] = {-1: (wanted, ())}
+
+    def _until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Handle events until something is so."""
+        while not is_so():
+            self._handle(self._crew.next(timeout_s or self.work.patience_s))
+
+    def _handle(self, event: Any) -> None:
+        match event:
+            case Acknowledged():
+                self._acknowledged += 1
+            case Reported(report=Ready(stage=stage)):
+                self._waiting.add(f"ready {stage}")
+            case Reported(report=Lost(microbatch=microbatch, values=values)):
+                self._lost(microbatch, values)
+            case Reported(report=Updated(metrics=metrics)):
+                self._updated(metrics)
+            case Reported(report=Evaluated(number=number, batch=batch, values=values)):
+                self._evaluated(number, batch, values)
+            case Reported(report=Saved(stage=stage)):
+                self._waiting.add(f"saved {stage}")
+
+    def _lost(self, microbatch: int, values: tuple[float | None, ...]) -> None:
+        window = microbatch // self._accumulate
+        self._windows[window].values[microbatch] = values
+        if values[0] is None and self._bad is None:
+            self._bad = microbatch
+            self._crew.tell(EndAfter(window))
+
+    def _updated(self, metrics: StageMetrics) -> None:
+        self.progress.stages[metrics.stage] = metrics
+        self._stepped[metrics.stage] = metrics.updates
+        done = min(self._stepped.get(i, 0) for i in range(len(self.work.stages)))
+        while self.progress.step < done:
+            self._window_done(self.progress.step)
+
+    def _window_done(self, window: int) -> None:
+        gathered = self._windows.pop(window)
+        means = [
+            sum(share * (gathered.values[m][k] or 0.0) for m, share in gathered.shares.items())
+            for k in range(len(self._labels))
+        ]
+        progress = self.progress
+        progress.step = window + 1
+        progress.loss, progress.metrics = means[0], dict(zip(self._labels[1:], means[1:], strict=True))
+        progress.samples_per_s = self._samples / max(time.monotonic() - self._began, 1e-9)
+        self.losses.append(means[0])
+        self._write({"step": progress.step, "loss": means[0], **progress.metrics, "seconds": self._seconds(),
+                     "stages": [msgspec.to_builtins(m, str_keys=True) for m in progress.stages.values()]})  # fmt: skip
+        self.show(progress)
+
+    def _evaluated(self, number: int, batch: int, values: tuple[float | None, ...]) -> None:
+        gathered = self._evaluating[number >> 20]
+        gathered[number] = (batch, values)
+        wanted = gathered[-1][0]
+        if len(gathered) - 1 < wanted:
+            return
+        del self._evaluating[number >> 20], gathered[-1]
+        samples = sum(size for size, _ in gathered.values())
+        means = [
+            sum(size * (math.nan if v[k] is None else float(v[k] or 0.0)) for size, v in gathered.values()) / samples
+            for k in range(len(self._labels))
+        ]
+        self.progress.validation = dict(zip(self._labels, means, strict=True))
+        self.evaluations.append({"step": number >> 20, **self.progress.validation})
+        self._write({"evaluation": number >> 20, **self.progress.validation, "seconds": self._seconds()})
+        self.show(self.progress)
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._began, 3)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._log.write(json.dumps(line) + "\n")
+        self._log.flush()
+
+    _crew: Crew
+    _log: IO[str]
+
+    def _finish(self, validate: Callable[[], Sequence[Any]] | None) -> None:
+        """Let what was fed come to its end, evaluate, and gather the weights."""
+        end = self._fed // self._accumulate if self._bad is None else self._bad // self._accumulate
+        self._crew.tell(EndAfter(end))
+        self._until(lambda: self._bad is not None or self.progress.step >= end)
+        if self._bad is not None:
+            end = self._bad // self._accumulate
+            self._until(lambda: all(self._stepped.get(i, 0) >= end for i in range(len(self.work.stages))))
+        elif validate is not None and end:
+            self._evaluate(validate(), number=end, fresh=True)
+            self._until(lambda: not self._evaluating)
+        self._save()
+        if self._bad is not None:
+            raise NotFinite(
+                f"the loss is not a finite number in step {end + 1}, batch {end}, microbatch {self._bad}: "
+                f"the weights before that step are in {self.work.folder / 'model.safetensors'}. "
+                "Try a smaller learning rate, warm-up or clip_norm, and look at that batch"
+            )
+
+    def _save(self) -> None:
+        folder, stages = self.work.folder, self.work.stages
+        parts = [folder / f".part-{stage.index}.safetensors" for stage in stages]
+        for stage, part in zip(stages, parts, strict=True):
+            self._crew.tell_one(stage.index, Save(str(part)))
+        self._until(lambda: {f"saved {s.index}" for s in stages} <= self._waiting)
+        gather(self.work.program, stages, parts, folder / "model.safetensors", self.work.settings.seed)
+        for path in (*parts, *folder.glob(".first-*.safetensors")):
+            path.unlink(missing_ok=True)
+
+
+def gather(program: Program, stages: Sequence[Stage], parts: Sequence[Path], path: Path, seed: int) -> None:
+    """One file with the model's names out of the stages' files, a tensor at a time. What no stage uses is kept."""
+    contents = {s.target: s for s in (*program.state, *program.idle) if s.persistent}
+    idle = _idle_tensors(program, [s for s in program.idle if s.persistent], seed)
+    with write_weights(path, contents.values(), {"ties": json.dumps(dict(program.ties))}) as writer:
+        for name, tensor in idle.items():
+            writer.write(name, tensor)
+        for stage, part in zip(stages, parts, strict=True):
+            for name, tensor in iterate_weights(stage, part):
+                if name in writer.missing:
+                    writer.write(name, tensor)
+
+
+def _idle_tensors(program: Program, idle: Sequence[State], seed: int) -> dict[str, Tensor]:
+    tensors = {s.target: program.tensors[s.target] for s in idle}
+    if program.log is None or not idle:
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+    return replay(program.log.init_for(tensors), set(tensors), seed)

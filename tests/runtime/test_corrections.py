@@ -1,0 +1,148 @@
+"""Corrections for late gradients, against the formulas written out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from ravnest.runtime.corrections import (
+    DEFAULT,
+    Correction,
+    Corrector,
+    delay_compensation,
+    look_ahead,
+    lr_discount,
+    none,
+)
+from ravnest.runtime.optimizers import SGD, build
+
+Params = dict[str, Tensor]
+
+
+def tensors(seed: int) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)}
+
+
+def test_look_ahead_is_the_formula() -> None:
+    new, old, out = tensors(1), tensors(2), tensors(3)
+    Corrector(look_ahead(1.5)).compute_weights(new, old, out)
+    for name in new:
+        assert torch.allclose(out[name], new[name] + 1.5 * (new[name] - old[name]))
+
+
+def test_look_ahead_grows_with_the_delay() -> None:
+    new, old, out = tensors(1), tensors(2), tensors(3)
+    Corrector(look_ahead(0.5), delay=4).compute_weights(new, old, out)
+    assert torch.allclose(out["a"], new["a"] + 2.0 * (new["a"] - old["a"]))
+
+
+def test_writes_over_the_old_weights_if_asked() -> None:
+    new, old, apart = tensors(1), tensors(2), tensors(3)
+    corrector = Corrector(look_ahead(2.0))
+    corrector.compute_weights(new, old, apart)
+    places = {name: t.data_ptr() for name, t in old.items()}
+    corrector.compute_weights(new, old, old)
+    assert all(torch.equal(old[name], apart[name]) for name in new)
+    assert {name: t.data_ptr() for name, t in old.items()} == places
+    assert all(torch.equal(new[name], tensors(1)[name]) for name in new)
+
+
+@pytest.mark.parametrize("correction", [none(), look_ahead(0.0)])
+def test_without_look_ahead_the_weights_are_the_masters(correction: Correction) -> None:
+    new, old, out = tensors(1), tensors(2), tensors(3)
+    corrector = Corrector(correction)
+    assert not corrector.needs_buffer
+    corrector.compute_weights(new, old, out)
+    assert all(torch.equal(out[name], new[name]) for name in new)
+
+
+def test_compute_weights_may_be_leaves_that_want_gradients() -> None:
+    new, old, out = tensors(1), tensors(2), {n: t.requires_grad_() for n, t in tensors(3).items()}
+    Corrector(look_ahead(1.0)).compute_weights(new, old, out)
+    assert torch.allclose(out["a"].detach(), 2 * new["a"] - old["a"])
+
+
+def test_discount() -> None:
+    assert Corrector(lr_discount(1.0), delay=1).lr_factor == 0.5
+    assert Corrector(lr_discount(0.5), delay=3).lr_factor == 0.5
+    assert Corrector(lr_discount(2.0), delay=0).lr_factor == 1.0
+    assert Corrector(look_ahead(1.0), delay=3).lr_factor == 1.0
+
+
+def test_compensation_is_the_formula_in_place() -> None:
+    gradients, now, then = tensors(1), tensors(2), tensors(3)
+    want = {n: g + 0.1 * g * g * (now[n] - then[n]) for n, g in gradients.items()}
+    corrector = Corrector(delay_compensation(0.1))
+    assert corrector.needs_gradient_adjustment
+    corrector.adjust_gradient(gradients, now, then)
+    assert all(torch.allclose(gradients[n], want[n]) for n in want)
+
+
+@pytest.mark.parametrize("corrector", [Corrector(look_ahead(1.0)), Corrector(delay_compensation(0.1), delay=0)])
+def test_other_corrections_leave_gradients_alone(corrector: Corrector) -> None:
+    gradients = tensors(1)
+    assert not corrector.needs_gradient_adjustment
+    corrector.adjust_gradient(gradients, tensors(2), tensors(3))
+    assert all(torch.equal(gradients[n], tensors(1)[n]) for n in gradients)
+
+
+def test_without_delay_there_is_nothing_to_correct() -> None:
+    corrector = Corrector(Correction(look_ahead=2.0, lr_discount=1.0, compensation=1.0), delay=0)
+    assert not corrector.needs_buffer
+    assert corrector.lr_factor == 1.0
+
+
+def test_error_feedback_is_look_ahead_seen_from_the_other_side() -> None:
+    """Delayed descent on a quadratic: correct each step by the last step's error, or run ahead of the plain steps."""
+    curvature, lr, a = torch.tensor([1.0, 0.3, 0.05]), 0.4, 1.5
+    start = torch.tensor([1.0, -2.0, 3.0])
+
+    steps: list[Tensor] = [torch.zeros(3)]
+    fed_back = [start]
+    for u in range(12):
+        steps.append(-lr * curvature * fed_back[max(0, u - 1)])
+        fed_back.append(fed_back[-1] + steps[-1] + a * (steps[-1] - steps[-2]))
+
+    master = {"w": start.clone()}
+    compute = [{"w": start.clone()}]
+    stepper, corrector = build(SGD(lr), master), Corrector(look_ahead(a))
+    for u in range(12):
+        out = {"w": master["w"].clone()}
+        stepper.step(master, {"w": curvature * compute[max(0, u - 1)]["w"]}, u)
+        corrector.compute_weights(master, out, out)
+        compute.append(out)
+
+    for ours, theirs in zip(compute, fed_back, strict=True):
+        assert torch.allclose(ours["w"], theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("correction", "name"),
+    [
+        (none(), "none"),
+        (look_ahead(1.5), "look-ahead 1.5"),
+        (Correction(look_ahead=1.0, lr_discount=0.5), "look-ahead 1 + lr discount 0.5"),
+    ],
+)
+def test_names(correction: Correction, name: str) -> None:
+    assert correction.name == name
+
+
+@pytest.mark.parametrize("make", [look_ahead, lr_discount, delay_compensation])
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_a_wrong_number_is_a_sentence(make: Callable[[float], Correction], wrong: float) -> None:
+    with pytest.raises(ValueError, match="must be a finite number of 0 or more"):
+        make(wrong)
+
+
+def test_travels_as_plain_data() -> None:
+    packed = msgspec.msgpack.encode(DEFAULT)
+    assert msgspec.msgpack.decode(packed, type=Correction) == DEFAULT
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"code":1}', type=Correction)

@@ -1,0 +1,273 @@
+"""Training on this machine, with real processes, as a user does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import ravnest
+from ravnest.api import Job, Run, Training
+from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
+from ravnest.examples.text import batches, library_text
+
+CONFIG = GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2, dropout=0.1, tied=True)
+
+
+class Text:
+    def __init__(self, seed: int, size: int = 12) -> None:
+        self.seed, self.size = seed, size
+
+    def __iter__(self) -> Iterator[Any]:
+        return batches(library_text(100_000), self.size, CONFIG.context, self.seed)
+
+
+def job(**changes: Any) -> Job:
+    given: dict[str, Any] = {
+        "model": lambda: GPT(CONFIG), "loss": next_token_loss, "data": Text(0), "validation": Text(1),
+        "optimizer": ravnest.AdamW(3e-3, clip_norm=1.0), **changes,
+    }  # fmt: skip
+    return Job(**given)
+
+
+def workers_left() -> list[int]:
+    """Worker processes that this process started and that are still there."""
+    return [p.pid for p in psutil.Process().children(recursive=True) if "ravnest.node.worker" in " ".join(p.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def no_orphans() -> Iterator[None]:
+    yield
+    assert workers_left() == []
+
+
+def train(tmp_path: Path, name: str = "run", made: Job | None = None, **changes: Any) -> Run:
+    training = {"steps": 6, "on": "local:3", "threads": 1, "validation_batches": 2, **changes}
+    return (made or job()).train(Training(folder=tmp_path / name, **training))
+
+
+def test_a_run_trains_and_leaves_what_it_promises(tmp_path: Path) -> None:
+    run = train(tmp_path, steps=40, validate_every=20)
+    assert run.losses[-1] < run.losses[0] - 1.0
+    assert [e["step"] for e in run.evaluations] == [20, 40]
+    assert {p.name for p in run.folder.iterdir()} == {
+        "model.safetensors", "metrics.jsonl", "plan.json", "node-0.log", "node-1.log", "node-2.log",
+    }  # fmt: skip
+    model = GPT(CONFIG)
+    model.load_state_dict(run.state_dict())
+    with torch.no_grad():
+        loss = next_token_loss(model.eval()(next(iter(Text(1)))[0]), next(iter(Text(1)))[1])
+    assert loss < run.losses[0] - 1.0
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == list(range(1, 41))
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert [stage["node"] for stage in plan["stages"]] == ["node-0", "node-1", "node-2"]
+    assert all(max(m.staleness) == 1 and m.versions <= 2 for m in run.stages.values())
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    """Dropout, clipping and tied weights included; another number of nodes sums in another order, no more."""
+    first, again, other = (
+        train(tmp_path, name, seed=seed) for name, seed in (("first", 3), ("again", 3), ("other", 4))
+    )
+    assert first.losses == again.losses != other.losses
+    weights, repeated = first.state_dict(), again.state_dict()
+    assert all(torch.equal(t, repeated[n]) for n, t in weights.items())
+
+
+def test_sync_mode_is_plain_pytorch(tmp_path: Path) -> None:
+    config = GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2, dropout=0.0)
+    torch.manual_seed(5)
+    model = GPT(config)
+    start = {n: t.clone() for n, t in model.state_dict().items()}
+    run = train(tmp_path, made=job(model=model, optimizer=ravnest.AdamW(3e-3)), mode="sync", accumulate=2, on="local:2")
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in start.items()), "the user's model was changed"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for (x, y), _ in zip(Text(0), range(6), strict=False):
+        optimizer.zero_grad()
+        for xs, ys in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
+            (next_token_loss(model(xs), ys) * 0.5).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    trained = run.state_dict()
+    assert [n for n, t in model.state_dict().items() if not torch.equal(t, trained[n])] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accumulate": 1},
+        {"accumulate": 1, "max_staleness": 1},
+        {"microbatch": 5},
+        {"compression": "int8"},
+        {"on": "local:1"},
+    ],
+    ids=str,
+)
+def test_other_ways_to_train(changes: dict[str, Any], tmp_path: Path) -> None:
+    run = train(tmp_path, steps=12, **changes)
+    assert run.losses[-1] < run.losses[0]
+    if "max_staleness" in changes:
+        assert max(max(m.staleness) for m in run.stages.values()) <= 1
+
+
+def test_data_that_end_end_the_run(tmp_path: Path) -> None:
+    data = [batch for batch, _ in zip(Text(0), range(4), strict=False)]
+    assert len(train(tmp_path, "iterator", job(data=iter(data)), steps=None, on="local:2").losses) == 4
+    assert len(train(tmp_path, "epochs", job(data=data), steps=None, epochs=2, on="local:2").losses) == 8
+    assert len(train(tmp_path, "again", job(data=data), steps=6, on="local:2").losses) == 6
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    class Poisoned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)[:, 0]  # type: ignore[no-any-return]
+
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(8, 4, generator=generator), torch.ones(8)) for _ in range(6)]
+    data[3][0][2, 1] = float("nan")
+    made = Job(Poisoned, nn.functional.mse_loss, data, optimizer=ravnest.SGD(0.1))
+    with pytest.raises(
+        ravnest.NotFinite, match=r"step 4, batch 3, microbatch \d+: the weights before that step are in"
+    ):
+        train(tmp_path, made=made, on="local:2")
+    kept = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.isfinite(t).all() for t in kept.values()), "running statistics included"
+
+
+COMMAND = """
+import ravnest, torch
+from ravnest.examples.text import batches, library_text
+from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
+config = GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2)
+job = ravnest.Job(model=lambda: GPT(config), loss=next_token_loss, data=batches(library_text(50_000), 8, 16, 0))
+"""
+
+
+def start(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
+    (tmp_path / "job.py").write_text(COMMAND)
+    command = [
+        sys.executable,
+        "-m",
+        "ravnest",
+        "train",
+        str(tmp_path / "job.py"),
+        "--folder",
+        str(tmp_path / "run"),
+        *args,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+
+def wait_for(found: Callable[[], Any], what: str) -> Any:
+    """Look until something is there."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if result := found():
+            return result
+        time.sleep(0.05)  # nothing tells us when another process has got somewhere
+    raise AssertionError(f"{what} did not happen")
+
+
+def children(parent: subprocess.Popen[str]) -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process(parent.pid).children()
+    return found
+
+
+def steps_done(tmp_path: Path) -> int:
+    path = tmp_path / "run" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_worker_is_named_at_once_and_nobody_is_left(victim: int, tmp_path: Path) -> None:
+    running = start(tmp_path, "--local", "3", "--steps", "100000")
+    wait_for(lambda: steps_done(tmp_path) > 3, "training")
+    workers = children(running)
+    ordered = sorted(workers, key=lambda p: p.create_time())
+    began = time.monotonic()
+    os.kill(ordered[victim].pid, signal.SIGKILL)
+    _, errors = running.communicate(timeout=30)
+    assert time.monotonic() - began < 5, "seconds until the error"
+    assert running.returncode == 2
+    assert f"node-{victim} (stage {victim}) was ended by signal 9" in errors
+    assert f"node-{victim}.log" in errors
+    assert "Traceback" not in errors
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in workers)
+
+
+def test_ctrl_c_saves(tmp_path: Path) -> None:
+    running = start(tmp_path, "--local", "2", "--steps", "100000")
+    wait_for(lambda: steps_done(tmp_path) > 3, "training")
+    workers = children(running)
+    running.send_signal(signal.SIGINT)
+    output, errors = running.communicate(timeout=30)
+    assert running.returncode == 0, errors
+    assert "the run is in" in output
+    assert load_file(tmp_path / "run" / "model.safetensors")
+    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+    assert not any(p.is_running() for p in workers)
+
+
+def test_workers_leave_when_their_parent_is_killed(tmp_path: Path) -> None:
+    running = start(tmp_path, "--local", "2", "--steps", "100000")
+    wait_for(lambda: steps_done(tmp_path) > 3, "training")
+    workers = children(running)
+    running.kill()
+    running.communicate()
+    assert not psutil.wait_procs(workers, timeout=10)[1], "still there"
+
+
+BAD_JOBS = {
+    "no file": (None, [], "there is no file"),
+    "no job": ("x = 1", [], "it defines no 'job'"),
+    "another thing": ("job = 3", [], "its 'job' is a int"),
+    "syntax": ("job = (", [], "not valid Python"),
+    "too many nodes": (COMMAND, ["--local", "5000"], "more nodes|can be cut|nodes"),
+    "too little memory": (COMMAND, ["--local", "2", "--memory", "1MB"], "memory|fit"),
+    "sizes": (COMMAND, ["--local", "3", "--memory", "1GB,2GB"], "3 nodes need as many memory sizes"),
+    "small batch": (COMMAND, ["--local", "2", "--accumulate", "9"], "cannot be split into 9"),
+    "mode": (COMMAND, ["--mode", "fast"], "async or sync"),
+    "compression": (COMMAND, ["--compression", "zip"], "none, bf16 or int8"),
+    "vector loss": (COMMAND + "job.loss = lambda y, t: y.mean(2)", [], "must be one number"),
+    "untraceable": (
+        COMMAND + "job.loss = lambda y, t: y.mean() if y.sum() > 0 else y.sum()",
+        [],
+        "depends on the values",
+    ),
+    "empty data": (COMMAND + "job.data = []", [], "the data are empty"),
+    "changing shapes": (
+        COMMAND + "job.data = [(torch.zeros(8, n, dtype=torch.int64),) * 2 for n in (16, 15)]",
+        ["--local", "2"],
+        "has shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_JOBS)
+def test_a_bad_job_is_one_sentence(name: str, tmp_path: Path) -> None:
+    text, args, message = BAD_JOBS[name]
+    if text is not None:
+        (tmp_path / "job.py").write_text(text)
+    command = [sys.executable, "-m", "ravnest", "train", "job.py", "--steps", "4", *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    import re
+
+    assert re.search(message, done.stderr), done.stderr
