@@ -226,7 +226,7 @@ class LocalRun:
         progress.samples_per_s = self._samples / max(time.monotonic() - self._began, 1e-9)
         self.losses.append(means[0])
         self._write({"step": progress.step, "loss": means[0], **progress.metrics, "seconds": self._seconds(),
-                     "stages": [msgspec.to_builtins(m, str_keys=True) for m in progress.stages.values()]})  # fmt: skip
+                     "stages": [msgspec.structs.asdict(m) for m in progress.stages.values()]})  # fmt: skip
         self.show(progress)
 
     def _evaluated(self, number: int, batch: int, values: tuple[float | None, ...]) -> None:

@@ -12,6 +12,7 @@
     │   ├── LinkClosed        ... because one side closed it or died
     │   └── LinkTimeout       ... because a deadline passed
     ├── IdentityError     a key, certificate or signing request that cannot be used
+    ├── PlanError         no plan is possible (in `plan`: TooManyNodes, DoesNotFit)
     ├── WorkerLost        a worker process that ended before its work did
     └── NotFinite         a loss that became infinite or not a number
 
@@ -29,6 +30,7 @@ __all__ = [
     "LinkError",
     "LinkTimeout",
     "NotFinite",
+    "PlanError",
     "ProgramError",
     "RavnestError",
     "TraceError",
@@ -84,6 +86,10 @@ class LinkTimeout(LinkError):
 
 class IdentityError(RavnestError):
     """A key, certificate or signing request cannot be used."""
+
+
+class PlanError(RavnestError):
+    """There is no plan; the message says what would make one possible."""
 
 
 class WorkerLost(RavnestError):

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -245,6 +246,7 @@ def _estimated(program: Program, measured: Sequence[OpSeconds | None], costs: Co
     """The measured seconds, and for the others FLOPs times the seconds per FLOP of their like."""
     families = [ALLOWED.get(op.op, "views") for op in program.ops]
 
+    @cache
     def rate(family: str, backward: bool) -> float:
         for like in ({family}, set(_HEAVY) if family in _HEAVY else set(families) - set(_HEAVY)):
             pairs = [

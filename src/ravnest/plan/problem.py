@@ -10,16 +10,12 @@ from __future__ import annotations
 from math import inf
 
 from ..core.config import config, require
-from ..core.errors import RavnestError
+from ..core.errors import PlanError
 from .chain import Chain
 from .depth import LinkSeconds
 from .memory import MemoryModel
 
 __all__ = ["DoesNotFit", "Link", "Node", "PlanError", "Problem", "TooManyNodes"]
-
-
-class PlanError(RavnestError):
-    """There is no plan; the message says what would make one possible."""
 
 
 class TooManyNodes(PlanError):

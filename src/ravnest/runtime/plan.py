@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from ..graph import Stage
 from .loop import Role
-from .schedule import Rule, default_delay
+from .schedule import Rule
 
 __all__ = ["roles", "rules"]
 
@@ -14,14 +15,19 @@ __all__ = ["roles", "rules"]
 def rules(
     depths: Sequence[int], accumulate: int, *, synchronous: bool = False, max_staleness: int | None = None
 ) -> list[Rule]:
-    """A rule for each stage. In the double-buffered mode all have a delay of one update, the leaf too, so that
-    every microbatch runs on one version of the whole model."""
-    if synchronous:
-        return [Rule(accumulate=accumulate, depth=depth, delay=0) for depth in depths]
-    return [
-        Rule(accumulate=accumulate, depth=depth, delay=default_delay(accumulate, depth, max_staleness))
-        for depth in depths
-    ]
+    """A rule for each stage, with the smallest delay that costs no bubble.
+
+    If a window holds all that is in flight it is one update, at the leaf too, so that every microbatch runs on one
+    version of the whole model. Else it is what each stage needs: (depth - 1) / accumulate. One stage alone needs none.
+    """
+
+    def delay(depth: int) -> int:
+        if synchronous or max(depths) == 1:
+            return 0
+        natural = 1 if accumulate >= max(depths) else ceil((depth - 1) / accumulate)
+        return natural if max_staleness is None else min(natural, max_staleness)
+
+    return [Rule(accumulate=accumulate, depth=depth, delay=delay(depth)) for depth in depths]
 
 
 def roles(stages: Sequence[Stage], delays: Sequence[int]) -> list[Role]:

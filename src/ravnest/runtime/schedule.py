@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from ..core.config import config, require
 
-__all__ = ["Action", "Kind", "Rule", "Schedule", "default_delay", "grid"]
+__all__ = ["Action", "Kind", "Rule", "Schedule", "grid"]
 
 Kind = Literal["forward", "backward", "step", "evaluate", "wait"]
 _SIGNS = {"forward": "F", "backward": "B", "step": "S", "evaluate": "E", "wait": "-"}
@@ -53,12 +53,6 @@ class Rule:
     def live_versions(self) -> int:
         """How many versions of the weights exist at once, at the most."""
         return self.delay + 1
-
-
-def default_delay(accumulate: int, depth: int, max_staleness: int | None = None) -> int:
-    """The smallest delay that costs no bubble: 1 if a window holds all that is in flight, else as needed."""
-    natural = 1 if accumulate >= depth else -(-(depth - 1) // accumulate)
-    return natural if max_staleness is None else min(natural, max_staleness)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,195 @@
+"""Our asynchronous pipeline against torch's schedules, DDP, one process and two independent ones, on two pinned cores.
+
+Everybody trains the same GPT with AdamW, in turns, several times; ratios are taken within a turn and their median is
+reported. Two processes that know nothing of each other are the ceiling: nothing can use two cores better. Also what
+links cost per gigabyte, and the memory of our workers against what the plan said.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ravnest
+from benchmarks.report import Report, arguments
+from benchmarks.rivals import CONFIG, LR, SEQUENCES, batch
+from ravnest.api import Job, Run, Training
+from ravnest.core.messages import Data, Norm
+from ravnest.examples.gpt import GPT, next_token_loss
+from ravnest.net.identity import Identity, make_authority, make_key, make_request, save_identity
+from ravnest.net.link import Link, LinkConfig
+from ravnest.net.tls import dial_tls, listen_tls
+from ravnest.net.unix import unix_pair
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+WARM_UP = 6  # steps of ours that do not count
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    torch.set_num_threads(1)
+    report = Report("pipeline: a GPT of 8 layers on two cores, samples/s relative to one process")
+    microbatches = (4,) if options.quick else (4, 8)
+    schedules = ("1F1B",) if options.quick else SCHEDULES
+    rivals = [("ddp", m) for m in microbatches] + [(s, m) for s in schedules for m in microbatches]
+    turns = [turn(rivals, quick=options.quick, number=i) for i in range(1 if options.quick else 5)]
+    add_rows(report, turns)
+    add_links(report, megabytes=100 if options.quick else 600)
+    report.finish(options.json)
+
+
+def turn(rivals: list[tuple[str, int]], *, quick: bool, number: int) -> dict[str, float]:
+    """Everybody once; the order changes from turn to turn."""
+    steps = 6 if quick else 14
+    jobs: list[tuple[str, Any]] = [
+        ("single", lambda: rival("single", 4, steps)),
+        ("two", lambda: rival("two", 4, steps)),
+    ]
+    jobs += [(f"{mode} {m}", lambda mode=mode, m=m: rival(mode, m, steps * 4 // m)) for mode, m in rivals]
+    jobs += [("ours", lambda: ours("local:2", "0,1", 16 if quick else 40))]
+    if not quick:
+        jobs += [("ours, 4 processes", lambda: ours("local:4", "0,1,0,1", 40))]
+    found: dict[str, float] = {}
+    for name, measure in jobs if number % 2 == 0 else reversed(jobs):
+        result = measure()
+        found.update({name: result} if isinstance(result, float) else {f"{name}{key}": v for key, v in result.items()})
+        sys.stderr.write(f"turn {number}: {name} {found[name]:.1f} samples/s\n")
+    return found
+
+
+def rival(mode: str, microbatches: int, steps: int) -> float:
+    command = [sys.executable, "-m", "benchmarks.rivals", "--mode", mode]
+    command += ["--microbatches", str(microbatches), "--steps", str(max(3, steps))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{mode}: {done.stderr[-1500:]}")
+    return float(json.loads(done.stdout.splitlines()[-1])["samples_per_s"])
+
+
+def ours(on: str, cores: str, steps: int) -> dict[str, float]:
+    """A run of ours as a user makes it; the rate after the warm-up, from its own log."""
+    nodes = int(on.split(":")[1])
+    accumulate = nodes + 2
+    job = Job(
+        lambda: GPT(CONFIG),
+        next_token_loss,
+        [batch(accumulate, seed) for seed in range(4)],
+        optimizer=ravnest.AdamW(LR),
+    )
+    folder = Path(tempfile.mkdtemp(prefix="ravnest-bench-"))
+    try:
+        run = job.train(Training(steps=steps, on=on, cores=cores, accumulate=accumulate, folder=folder / "run"))
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        return {"": rate(lines, accumulate), **account(run, lines)}
+    finally:
+        shutil.rmtree(folder)
+
+
+def rate(lines: list[dict[str, Any]], accumulate: int) -> float:
+    """Samples per second between the warm-up and the last window but one (then the pipe drains)."""
+    first, last = lines[WARM_UP - 1], lines[-2]
+    return float((last["step"] - first["step"]) * accumulate * SEQUENCES / (last["seconds"] - first["seconds"]))
+
+
+def account(run: Run, lines: list[dict[str, Any]]) -> dict[str, float]:
+    """The bubble of the busiest stage in that time, and how far memory is from the plan."""
+    early, late = ({m["stage"]: m for m in lines[i]["stages"]} for i in (WARM_UP - 1, -2))
+    bubbles = []
+    for stage, now in late.items():
+        busy = now["steady_busy_s"] - early[stage]["steady_busy_s"]
+        idle = now["idle_s"] - early[stage]["idle_s"]
+        bubbles.append(idle / (busy + idle))
+    off = [abs(m.peak_memory_bytes / run.plan.plans[i].memory_bytes - 1) for i, m in run.stages.items()]
+    return {" bubble": min(bubbles), " memory off": max(off)}
+
+
+def add_rows(report: Report, turns: list[dict[str, float]]) -> None:
+    names = [n for n in turns[0] if not n.endswith((" bubble", " memory off"))]
+
+    def median(name: str, base: str) -> float:
+        return statistics.median(t[name] / t[base] for t in turns)
+
+    for name in sorted(names, key=lambda n: median(n, "single")):
+        row = {"who": name, "samples/s": statistics.median(t[name] for t in turns)}
+        report.rows.append({**row, "of one process": median(name, "single"), "of the ceiling": median(name, "two")})
+    torch_best = max((n for n in names if n.split()[0] in SCHEDULES), key=lambda n: median(n, "single"))
+    ddp_best = max((n for n in names if n.startswith("ddp")), key=lambda n: median(n, "single"))
+    report.check("ours / ceiling", median("ours", "two"), ">= 0.95")
+    report.check(f"ours / best torch schedule ({torch_best})", median("ours", torch_best), ">= 1.1")
+    report.check(f"ours / DDP ({ddp_best})", median("ours", ddp_best), "> 1")
+    report.check("bubble of the busiest stage", statistics.median(t["ours bubble"] for t in turns), "< 0.02")
+    if "ours, 4 processes" in names:
+        report.check("ours with 4 processes / ceiling", median("ours, 4 processes", "two"), ">= 0.9")
+    report.check("worst memory / plan - 1", statistics.median(t["ours memory off"] for t in turns), "<= 0.15")
+
+
+def add_links(report: Report, megabytes: int) -> None:
+    for name, make, target in (("unix socket", _unix, "<= 0.6"), ("TLS 1.3", _tls, "<= 2.5")):
+        seconds = statistics.median(cpu_per_gb(*make(), megabytes) for _ in range(3))
+        report.check(f"CPU seconds per GB, both ends, {name}", seconds, target)
+
+
+def cpu_per_gb(left: Link, right: Link, megabytes: int) -> float:
+    """CPU time of this process while messages of 1 MB, as activations are, go from one end to the other."""
+    outgoing, incoming = torch.zeros(2**20, dtype=torch.uint8), torch.zeros(2**20, dtype=torch.uint8)
+    there = threading.Thread(target=_receive, args=(right, incoming, megabytes))
+    began = time.process_time()
+    there.start()
+    for _ in range(megabytes):
+        left.send(Norm(0, 0.0), [outgoing.numpy().data], deadline_s=60.0)
+    there.join()
+    used = time.process_time() - began
+    left.close()
+    right.close()
+    return used / (megabytes * 2**20 / 1e9)
+
+
+def _receive(link: Link, incoming: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        link.receive(lambda header, lengths: [incoming.numpy().data], deadline_s=60.0)
+
+
+def _unix() -> tuple[Link, Link]:
+    return unix_pair(LinkConfig(headers=Data))
+
+
+def _tls() -> tuple[Link, Link]:
+    with tempfile.TemporaryDirectory() as folder:
+        server, client = identities(Path(folder))
+        config, dialled = LinkConfig(headers=Data), list[Link]()
+
+        def dial(address: Any) -> None:
+            dialled.append(dial_tls(address, client, config, allowed=lambda peer: True, deadline_s=10.0))
+
+        with listen_tls(("127.0.0.1", 0), server, config, allowed=lambda peer: True) as listener:
+            thread = threading.Thread(target=dial, args=(listener.address,))
+            thread.start()
+            accepted = listener.accept(deadline_s=10.0)
+            thread.join()
+        return dialled[0], accepted
+
+
+def identities(folder: Path) -> list[Identity]:
+    """Two nodes of one authority."""
+    now, valid = datetime.now(UTC), timedelta(days=1)
+    authority = make_authority("bench", now=now, valid=valid)
+    for name in ("node-a", "node-b"):
+        key = make_key()
+        signed = authority.sign(make_request(key, name), name, now=now, valid=valid)
+        save_identity(folder / name, key, signed, authority.certificate_pem)
+    return [Identity.load(folder / name) for name in ("node-a", "node-b")]
+
+
+if __name__ == "__main__":
+    main()

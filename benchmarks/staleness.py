@@ -1,0 +1,144 @@
+"""What late gradients cost, and what the corrections win back: asynchronous against synchronous training.
+
+A small GPT on the standard library's source, in one process, with the numbers that a pipeline would give: each
+microbatch runs on the weights of the version rule, each stage is stepped by the runtime's own optimizers and
+corrections. `delay 1` is the default mode (double-buffered weights, every gradient one update old); `delays 6 4 2 0`
+is an update per microbatch on four stages. The figure is the master weights' loss on held-out text at the end, the
+mean over seeds; the gap is relative to the synchronous run of the same optimizer, and `seeds` is its range.
+
+Learning rates are those that are best for synchronous training: `--sweep` finds them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
+from ravnest.examples.text import batches, library_text
+from ravnest.runtime.corrections import (
+    Correction,
+    Corrector,
+    none,
+)
+from ravnest.runtime.optimizers import Optimizer, build
+
+MODEL = GPTConfig(vocab=128, context=64, layers=4, width=96, heads=4, dropout=0.0)
+BATCH = 8
+STEPS, QUICK_STEPS = 1000, 150
+SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
+EMBEDDINGS = ("tokens.weight", "positions.weight")
+ONE_LATE = (1,)
+EVERY_MICROBATCH = (6, 4, 2, 0)
+SYNCHRONOUS = (0,)
+
+# Best for synchronous training among 1, 2, 4, 8 e-3; found by `python -m benchmarks.staleness --sweep`.
+ADAMW_LR = 4e-3
+MUON_LR = 4e-3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row: the delay of each stage, and what is done about it."""
+
+    optimizer: Optimizer
+    delays: tuple[int, ...] = SYNCHRONOUS
+    correction: Correction = none()  # noqa: RUF009  (immutable)
+    note: str = ""
+
+    @property
+    def label(self) -> dict[str, str]:
+        mode = {SYNCHRONOUS: "synchronous", ONE_LATE: "delay 1"}.get(self.delays)
+        return {
+            "optimizer": self.note or f"{self.optimizer.name} {self.optimizer.lr:g}",
+            "mode": mode or "delays " + " ".join(map(str, self.delays)),
+            "correction": self.correction.name if self.delays != SYNCHRONOUS else "",
+        }
+
+
+class Text:
+    """Training batches, and held-out windows that are the same for every run."""
+
+    def __init__(self, num_windows: int) -> None:
+        text = library_text().clamp(max=MODEL.vocab - 1)
+        cut = len(text) * 9 // 10
+        self._train = text[:cut]
+        self.held_out = list(islice(batches(text[cut:], 64, MODEL.context, seed=1), num_windows // 64))
+
+    def train(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return batches(self._train, BATCH, MODEL.context, 1000 + seed)
+
+    @torch.no_grad()
+    def loss(self, model: nn.Module) -> float:
+        return statistics.fmean(float(next_token_loss(model(x), y)) for x, y in self.held_out)
+
+
+class DelayedStage:
+    """Some of the parameters, whose microbatch m runs on version max(0, m - delay): the rule of the pipeline."""
+
+    def __init__(self, setting: Setting, delay: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._corrector = Corrector(setting.correction, delay)
+        self._master = {name: p.detach().clone() for name, p in parameters.items()}
+        self._stepper = build(setting.optimizer, self._master, fallback_names=EMBEDDINGS)
+        self._versions = deque([_copy(self._master)], maxlen=delay + 1)  # the oldest is what runs now
+
+    def load(self) -> None:
+        """Before microbatch m: its compute weights."""
+        self._put(self._versions[0])
+
+    def update(self, step: int) -> None:
+        """After its backward pass: the master weights move, and become compute weights for later."""
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        self._corrector.adjust_gradient(gradients, self._master, self._versions[0])
+        following = _copy(self._master)
+        self._stepper.step(self._master, gradients, step, lr_factor=self._corrector.lr_factor)
+        self._corrector.compute_weights(self._master, following, following)
+        self._versions.append(following)
+
+    def finish(self) -> None:
+        """After the last microbatch: the master weights."""
+        self._put(self._master)
+
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data = weights[name]
+            parameter.grad = None
+
+
+def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def stage_of(name: str, count: int) -> int:
+    """Embeddings with the first block, the head with the last."""
+    if name.startswith("blocks."):
+        return int(name.split(".")[1]) * count // MODEL.layers
+    return 0 if name in EMBEDDINGS else count - 1
+
+
+def train(setting: Setting, text: Text, seed: int, steps: int) -> float:
+    """The held-out loss after `steps` updates."""
+    torch.manual_seed(seed)
+    model = GPT(MODEL)
+    count = len(setting.delays)
+    named = dict(model.named_parameters())
+    stages = [
+        DelayedStage(setting, delay, {n: p for n, p in named.items() if stage_of(n, count) == index})
+        for index, delay in enumerate(setting.delays)
+    ]
+    for step, (inputs, targets) in enumerate(islice(text.train(seed), steps)):
+        for stage in stages:
+            stage.load()
+        next_token_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        for stage in stages:
+            stage.update(step)
+    for stage in stages:
+        stage.finish()
+    return text.loss(model)
