@@ -49,7 +49,7 @@ class Part(nn.Module):
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) if self.ends else x  # type: ignore[no-any-return]
+        return self.head(self.norm(x)) if self.ends else x
 
 
 def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def data_parallel(rank: int, microbatches: int) -> Step:
         optimizer.zero_grad()
         for i, (xs, ys) in enumerate(parts):
             model.require_backward_grad_sync = i == len(parts) - 1
-            (next_token_loss(model(xs), ys) / len(parts)).backward()
+            (next_token_loss(model(xs), ys) / len(parts)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return step
@@ -165,7 +165,7 @@ def measure(options: argparse.Namespace) -> float:
     seconds: list[float] = [results.get(timeout=120) for _ in processes]
     for process in processes:
         process.join(timeout=30)
-    samples = options.steps * options.microbatches * SEQUENCES
+    samples = float(options.steps * options.microbatches * SEQUENCES)
     return sum(samples / s for s in seconds) if options.mode == "two" else samples / max(seconds)
 
 

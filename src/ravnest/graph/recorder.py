@@ -63,6 +63,8 @@ class InitLog:
 
     def call(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         outs = result if isinstance(result, list | tuple) else (result,)
+        if not any(isinstance(o, Tensor) for o in outs):
+            return  # a question about a tensor, such as its device
         reads = list(_tensors((args, kwargs)))
         changed = [args[0]] if func._schema.is_mutable else []
         name = op_name(func)
