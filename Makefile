@@ -35,8 +35,9 @@ test: check
 test-fast: setup
 	$(BIN)/python -m pytest -x -m "not slow" $(ARGS)
 
+# Every benchmark, one after the other; ARGS=--quick takes a few minutes.
 bench: setup
-	$(BIN)/python -m benchmarks.graph $(ARGS)
+	for name in graph pipeline staleness; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .hypothesis

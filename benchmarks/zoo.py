@@ -139,25 +139,10 @@ def inception_v3() -> Case:
     )
 
 
-class DigitsCNN(nn.Module):
-    """What one trains on scikit-learn's 8x8 digits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True),
-            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-            nn.Dropout(0.2),
-        )  # fmt: skip
-        self.head = nn.Linear(32 * 16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(x).flatten(1))
-        return logits
-
-
 def digits() -> Case:
     from sklearn.datasets import load_digits
+
+    from ravnest.examples.digits_cnn import DigitsCNN
 
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16

@@ -73,6 +73,27 @@ class _Window:
     values: dict[int, tuple[float | None, ...]] = field(default_factory=dict)
 
 
+@dataclass
+class _Evaluation:
+    """Held-out microbatches on their way, and what came back: (samples, values) of each."""
+
+    sent: int = 0
+    is_all_sent: bool = False
+    results: list[tuple[int, tuple[float | None, ...]]] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_all_sent and len(self.results) == self.sent
+
+    def means(self, count: int) -> list[float]:
+        samples = sum(size for size, _ in self.results)
+        return [
+            sum(size * (math.nan if values[k] is None else float(values[k] or 0.0)) for size, values in self.results)
+            / samples
+            for k in range(count)
+        ]
+
+
 class LocalRun:
     """Feeds, follows, saves. `show` is called after every update."""
 
@@ -87,8 +108,9 @@ class LocalRun:
         self._accumulate = work.rules[0].accumulate
         self._windows: dict[int, _Window] = {}
         self._fed = self._acknowledged = self._samples = 0
-        self._waiting: set[str] = set()
-        self._evaluating: dict[int, dict[int, tuple[int, tuple[float | None, ...]]]] = {}
+        self._ready: set[int] = set()
+        self._saved: set[int] = set()
+        self._evaluating: dict[int, _Evaluation] = {}
         self._stepped: dict[int, int] = {}
         self._end: int | None = None
         self._bad: int | None = None
@@ -102,7 +124,7 @@ class LocalRun:
         with Crew(work.names, work.folder) as crew, (work.folder / "metrics.jsonl").open("w") as log:
             self._crew, self._log = crew, log
             crew.start([dump(s) for s in work.stages], self._assigns())
-            self._until(lambda: len(self._waiting) == len(work.stages), _START_S)
+            self._until(lambda: len(self._ready) == len(work.stages), _START_S)
             self._began = time.monotonic()
             with contextlib.suppress(KeyboardInterrupt):  # what was fed is still trained and saved
                 self._feed_all(batches, steps, validate, validate_every)
@@ -146,7 +168,7 @@ class LocalRun:
     def _feed(self, window: int, batch: Any) -> None:
         """Send one window. Once begun it is sent whole, even when Ctrl-C is pressed meanwhile."""
         parts = pieces(self.work.program.feed(batch), self._batched, self._accumulate)
-        sizes = [len(next(t for t, b in zip(part, self._batched, strict=True) if b)) for part in parts]
+        sizes = [self._size(part) for part in parts]
         interrupted = False
         self._windows[window] = _Window()
         for part, size in zip(parts, sizes, strict=True):
@@ -168,17 +190,22 @@ class LocalRun:
         return self.work.rules[0].depth + 2
 
     def _evaluate(self, batches: Sequence[Any], *, number: int, fresh: bool) -> None:
-        """Send held-out batches through; their results come with number `number * 2**20 + i`."""
-        base = number << 20
-        wanted = 0
+        """Send held-out batches through, a few at a time. Those after step `number` are told apart by their numbers."""
+        evaluation = self._evaluating[number] = _Evaluation()
         for batch in batches:
             leaves = self.work.program.feed(batch)
-            size = len(next(t for t, b in zip(leaves, self._batched, strict=True) if b))
+            size = self._size(leaves)
             for part in pieces(leaves, self._batched, -(-size // self.work.max_batch)):
-                samples = len(next(t for t, b in zip(part, self._batched, strict=True) if b))
-                self._crew.feed(Evaluate(base + wanted, samples, fresh), self._freight, part)
-                wanted += 1
-        self._evaluating[number] = {-1: (wanted, ())}
+                self._until(lambda: evaluation.sent - len(evaluation.results) <= self._ahead)
+                header = Evaluate((number << 20) + evaluation.sent, self._size(part), fresh)
+                self._crew.feed(header, self._freight, part)
+                evaluation.sent += 1
+        evaluation.is_all_sent = True
+        self._conclude(number)
+
+    def _size(self, leaves: Sequence[Tensor]) -> int:
+        """How many samples a batch has."""
+        return len(next(t for t, is_batched in zip(leaves, self._batched, strict=True) if is_batched))
 
     def _until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Handle events until something is so."""
@@ -190,7 +217,7 @@ class LocalRun:
             case Acknowledged():
                 self._acknowledged += 1
             case Reported(report=Ready(stage=stage)):
-                self._waiting.add(f"ready {stage}")
+                self._ready.add(stage)
             case Reported(report=Lost(microbatch=microbatch, values=values)):
                 self._lost(microbatch, values)
             case Reported(report=Updated(metrics=metrics)):
@@ -198,7 +225,7 @@ class LocalRun:
             case Reported(report=Evaluated(number=number, batch=batch, values=values)):
                 self._evaluated(number, batch, values)
             case Reported(report=Saved(stage=stage)):
-                self._waiting.add(f"saved {stage}")
+                self._saved.add(stage)
 
     def _lost(self, microbatch: int, values: tuple[float | None, ...]) -> None:
         window = microbatch // self._accumulate
@@ -230,20 +257,18 @@ class LocalRun:
         self.show(progress)
 
     def _evaluated(self, number: int, batch: int, values: tuple[float | None, ...]) -> None:
-        gathered = self._evaluating[number >> 20]
-        gathered[number] = (batch, values)
-        wanted = gathered[-1][0]
-        if len(gathered) - 1 < wanted:
+        self._evaluating[number >> 20].results.append((batch, values))
+        self._conclude(number >> 20)
+
+    def _conclude(self, step: int) -> None:
+        """Note the result of an evaluation if all of it is there."""
+        evaluation = self._evaluating[step]
+        if not evaluation.is_done:
             return
-        del self._evaluating[number >> 20], gathered[-1]
-        samples = sum(size for size, _ in gathered.values())
-        means = [
-            sum(size * (math.nan if v[k] is None else float(v[k] or 0.0)) for size, v in gathered.values()) / samples
-            for k in range(len(self._labels))
-        ]
-        self.progress.validation = dict(zip(self._labels, means, strict=True))
-        self.evaluations.append({"step": number >> 20, **self.progress.validation})
-        self._write({"evaluation": number >> 20, **self.progress.validation, "seconds": self._seconds()})
+        del self._evaluating[step]
+        self.progress.validation = dict(zip(self._labels, evaluation.means(len(self._labels)), strict=True))
+        self.evaluations.append({"step": step, **self.progress.validation})
+        self._write({"evaluation": step, **self.progress.validation, "seconds": self._seconds()})
         self.show(self.progress)
 
     def _seconds(self) -> float:
@@ -280,7 +305,7 @@ class LocalRun:
         parts = [folder / f".part-{stage.index}.safetensors" for stage in stages]
         for stage, part in zip(stages, parts, strict=True):
             self._crew.tell_one(stage.index, Save(str(part)))
-        self._until(lambda: {f"saved {s.index}" for s in stages} <= self._waiting)
+        self._until(lambda: len(self._saved) == len(stages))
         gather(self.work.program, stages, parts, folder / "model.safetensors", self.work.settings.seed)
         for path in (*parts, *folder.glob(".first-*.safetensors")):
             path.unlink(missing_ok=True)
