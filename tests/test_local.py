@@ -251,6 +251,11 @@ BAD_JOBS = {
         "depends on the values",
     ),
     "empty data": (COMMAND + "job.data = []", [], "the data are empty"),
+    "worker fails": (
+        COMMAND + "job.data = [(torch.full((8, 16), 999),) * 2]",
+        ["--local", "2"],
+        r"node-0 \(stage 0\) failed: IndexError: index out of range.* Its log: .*node-0\.log",
+    ),
     "changing shapes": (
         COMMAND + "job.data = [(torch.zeros(8, n, dtype=torch.int64),) * 2 for n in (16, 15)]",
         ["--local", "2"],

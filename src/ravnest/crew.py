@@ -68,13 +68,12 @@ class Crew:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Pump] = []
         self._feed: Pump | None = None
-        self._why: dict[int, str] = {}
 
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.end()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self.end(patience_s=3.0 if kind is None else 0.0)
 
     def start(self, files: Sequence[bytes], assigns: Sequence[Assign]) -> None:
         """Start a worker for each stage file and tell it what to be."""
@@ -161,18 +160,18 @@ class Crew:
             event = self.events.get(timeout=timeout_s)
         except queue.Empty:
             raise RavnestError(f"nothing was heard from any worker for {timeout_s:g} s") from None
-        if isinstance(event, Reported) and isinstance(event.report, Failed):
-            self._why.setdefault(event.worker, event.report.reason)
-        if isinstance(event, Broken) or (isinstance(event, Reported) and isinstance(event.report, Failed)):
-            raise self._lost()
+        match event:
+            case Broken() | Reported(report=Failed(is_consequence=True)):
+                raise self._lost()
+            case Reported(worker=worker, report=Failed(reason=reason)):
+                raise WorkerLost(f"{self._name(worker)} failed: {reason}. Its log: {self._logs[worker]}")
         return event
 
     def _lost(self) -> WorkerLost:
         """Who was first to go: of those that ended, one that a signal ended, else the first that failed."""
         ended = self._wait_for_the_ended()
-        guilty = next((i for i, code in ended.items() if code < 0), None)
-        if guilty is None:
-            guilty = next((i for i, code in ended.items() if code > 0), next(iter(ended), 0))
+        failed = sorted(ended, key=lambda i: (ended[i] > 0, ended[i] == 0, i))
+        guilty = failed[0] if failed else 0
         code = ended.get(guilty)
         how = (
             "stopped answering"
@@ -181,10 +180,11 @@ class Crew:
             if code < 0
             else f"left with code {code}"
         )
-        why = self._last_words(guilty)
-        return WorkerLost(
-            f"{self.names[guilty]} (stage {guilty}) {how}{': ' + why if why else ''}. Its log: {self._logs[guilty]}"
-        )
+        why = f": {self._last_words(guilty)}" if code is not None and code > 0 else ""
+        return WorkerLost(f"{self._name(guilty)} {how}{why}. Its log: {self._logs[guilty]}")
+
+    def _name(self, worker: int) -> str:
+        return f"{self.names[worker]} (stage {worker})"
 
     def _wait_for_the_ended(self) -> dict[int, int]:
         """Exit codes of processes that ended; a broken link is often seen a moment before the end."""
@@ -197,15 +197,15 @@ class Crew:
         lines = self._logs[index].read_text(errors="replace").strip().splitlines()
         return lines[-1][-300:] if lines else ""
 
-    def end(self) -> None:
-        """Ask all to leave, close the links, and kill whoever is still there."""
-        self.tell(Stop())
-        patience_s = 3.0
+    def end(self, *, patience_s: float) -> None:
+        """Ask all to leave, kill whoever is still there, and close the links."""
+        if patience_s:
+            self.tell(Stop())
         for process in self._processes:
             try:
                 process.wait(timeout=patience_s)
             except subprocess.TimeoutExpired:
-                patience_s = 0.1
+                patience_s = 0.0
                 process.kill()
                 process.wait(timeout=10.0)
         for pump in (*self._controls, *([self._feed] if self._feed else [])):

@@ -75,9 +75,10 @@ class Saved(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """Why the worker is about to leave."""
+    """Why the worker is about to leave. `is_consequence`: because a neighbour left first."""
 
     reason: str
+    is_consequence: bool = False
 
 
 Orders = Assign | EndAfter | Save | Stop

@@ -9,6 +9,7 @@ and when its parent is gone; nothing else ends it but a signal.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from ..core.errors import LinkClosed, RavnestError
+from ..core.errors import LinkClosed, LinkError, RavnestError
 from ..core.messages import Backward, Data, Forward
 from ..graph import Limits, Stage, initialise, load, read_weights, write_weights
 from ..graph.rehearse import rehearse_batch
@@ -116,8 +117,10 @@ def run(control_fd: int, before_fd: int, after_fd: int | None) -> None:
     _log.info("stage %d of %d is ready: %d ops", stage.index, stage.count, len(stage.ops))
     try:
         loop.run()
-    except RavnestError as error:
-        observer.tell(Failed(str(error)))
+    except Exception as error:  # the supervisor of this stage: the parent must know why, whatever it was
+        text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(LinkError):  # the parent may be what is gone
+            observer.tell(Failed(text[:2000], is_consequence=isinstance(error, LinkError)))
         control.close(flush_s=2.0)
         raise
     for port in observer.ports:
