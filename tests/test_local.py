@@ -129,6 +129,43 @@ def test_data_that_end_end_the_run(tmp_path: Path) -> None:
     assert len(train(tmp_path, "again", job(data=data), steps=6, on="local:2").losses) == 6
 
 
+def test_what_was_trained_before_a_bad_batch_is_saved(tmp_path: Path) -> None:
+    data = [batch for batch, _ in zip(Text(0), range(3), strict=False)]
+    with pytest.raises(ValueError, match="has shape") as refused:
+        train(tmp_path, made=job(data=[*data, (torch.zeros(12, 5, dtype=torch.int64),) * 2]), on="local:2")
+    assert "The 3 steps before it are saved" in refused.value.__notes__[0]
+    assert load_file(tmp_path / "run" / "model.safetensors")
+
+
+def test_a_last_batch_with_fewer_samples_than_microbatches(tmp_path: Path) -> None:
+    """It is filled up with microbatches that weigh nothing: the same as a plain step on what there is."""
+    config = GPTConfig(vocab=256, context=16, layers=1, width=32, heads=2, dropout=0.0)
+    torch.manual_seed(5)
+    model = GPT(config)
+    (x, y), (small, target) = next(iter(Text(0))), next(iter(Text(3, size=2)))
+    made = job(model=model, optimizer=ravnest.SGD(0.1), data=[(x, y), (small, target)])
+    run = train(tmp_path, made=made, mode="sync", accumulate=4, on="local:2", steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in ((x, y), (small, target)):
+        optimizer.zero_grad()
+        next_token_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    trained = run.state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_ctrl_c_in_an_evaluation_saves_too(tmp_path: Path) -> None:
+    text = COMMAND + "job.validation = batches(library_text(50_000), 8, 16, 1)"
+    running = start(tmp_path, "--local", "2", "--steps", "100000", "--validate-every", "1", text=text)
+    wait_for(lambda: steps_done(tmp_path) > 3, "training")
+    running.send_signal(signal.SIGINT)
+    output, errors = running.communicate(timeout=60)
+    assert running.returncode == 0, errors
+    assert "held-out" in output
+    assert load_file(tmp_path / "run" / "model.safetensors")
+
+
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     class Poisoned(nn.Module):
         def __init__(self) -> None:
@@ -141,11 +178,11 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(8, 4, generator=generator), torch.ones(8)) for _ in range(6)]
     data[3][0][2, 1] = float("nan")
-    made = Job(Poisoned, nn.functional.mse_loss, data, optimizer=ravnest.SGD(0.1))
+    made = Job(Poisoned, nn.functional.mse_loss, data, optimizer=ravnest.SGD(0.1), validation=data[:2])
     with pytest.raises(
         ravnest.NotFinite, match=r"step 4, batch 3, microbatch \d+: the weights before that step are in"
     ):
-        train(tmp_path, made=made, on="local:2")
+        train(tmp_path, made=made, on="local:2", validate_every=1)
     kept = load_file(tmp_path / "run" / "model.safetensors")
     assert all(torch.isfinite(t).all() for t in kept.values()), "running statistics included"
 
@@ -159,8 +196,8 @@ job = ravnest.Job(model=lambda: GPT(config), loss=next_token_loss, data=batches(
 """
 
 
-def start(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
-    (tmp_path / "job.py").write_text(COMMAND)
+def start(tmp_path: Path, *args: str, text: str = COMMAND) -> subprocess.Popen[str]:
+    (tmp_path / "job.py").write_text(text)
     command = [
         sys.executable,
         "-m",
@@ -241,7 +278,11 @@ BAD_JOBS = {
     "too many nodes": (COMMAND, ["--local", "5000"], "more nodes|can be cut|nodes"),
     "too little memory": (COMMAND, ["--local", "2", "--memory", "1MB"], "memory|fit"),
     "sizes": (COMMAND, ["--local", "3", "--memory", "1GB,2GB"], "3 nodes need as many memory sizes"),
-    "small batch": (COMMAND, ["--local", "2", "--accumulate", "9"], "cannot be split into 9"),
+    "growing batches": (
+        COMMAND + "job.data = [(torch.zeros(n, 16, dtype=torch.int64),) * 2 for n in (4, 4, 40)]",
+        ["--local", "2"],
+        "no batch may be larger than the first",
+    ),
     "mode": (COMMAND, ["--mode", "fast"], "async or sync"),
     "compression": (COMMAND, ["--compression", "zip"], "none, bf16 or int8"),
     "vector loss": (COMMAND + "job.loss = lambda y, t: y.mean(2)", [], "must be one number"),

@@ -39,7 +39,7 @@ _ON = re.compile(r"local:([1-9][0-9]*)")
 
 @config
 class Training:
-    """How to train. Every field has a sensible default; None leaves it to the planner.
+    """How to train. Every field has a sensible default; None leaves it to the planner, and `steps` to the data's end.
 
     One batch of the data is one step (update). It is split into `accumulate` microbatches, or into ones of
     `microbatch` samples. `mode` is "async" (no bubbles, gradients one update late) or "sync" (flush each step: bit
@@ -69,6 +69,9 @@ class Training:
     def __post_init__(self) -> None:
         require(self.mode in ("async", "sync"), f"mode is async or sync, not {self.mode!r}")
         require(_ON.fullmatch(self.on) is not None, f"on is local:N with N nodes on this machine, not {self.on!r}")
+        require(self.autocast in ("none", "bf16"), f"autocast is none or bf16, not {self.autocast!r}")
+        compressions = ("none", "bf16", "int8")
+        require(self.compression in compressions, f"compression is none, bf16 or int8, not {self.compression!r}")
         require(self.steps is None or self.steps >= 1, f"steps must be at least 1, not {self.steps}")
         require(self.epochs is None or self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
         require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
@@ -132,7 +135,7 @@ class Job:
         self, training: Training | None = None, *, show: Callable[[LocalPlan], Show] | None = None, **changes: Any
     ) -> Run:
         """Train on this machine and wait for the end. `changes` are fields of `Training`."""
-        how = training or Training(**{**vars(self.training), **changes})
+        how = Training(**{**vars(training or self.training), **changes})
         batches = Batches(self.data)
         program = trace(self.model, self.loss, batches.first)
         plan = plan_local(program, self.optimizer, how.correction, self._wishes(how, batches.first))

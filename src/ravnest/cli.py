@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same weights, bit for bit.")]
+Seed = Annotated[int, typer.Option(help="The same seed and plan give the same weights, bit for bit.")]
 Folder = Annotated[Path | None, typer.Option(help="Where the run is kept; by default a new folder under runs/.")]
 
 
@@ -65,7 +65,7 @@ def train(
     autocast: Annotated[str | None, typer.Option(help="none or bf16.")] = None,
     compression: Annotated[str | None, typer.Option(help="Of activations on links: none, bf16, int8.")] = None,
     validate_every: Annotated[int | None, typer.Option(min=0, help="Steps between evaluations.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same weights, bit for bit.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed and plan give the same weights, bit for bit.")] = None,
     folder: Folder = None,
     debug: Debug = False,
 ) -> None:
@@ -141,7 +141,8 @@ def main() -> None:
     except (RavnestError, ValueError) as error:
         if "--debug" in sys.argv:
             raise
-        Console(stderr=True).print(f"ravnest: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        sentence = ". ".join([f"ravnest: {error}", *getattr(error, "__notes__", [])])
+        Console(stderr=True).print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")

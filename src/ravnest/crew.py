@@ -12,6 +12,7 @@ import queue
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,9 +189,9 @@ class Crew:
 
     def _wait_for_the_ended(self) -> dict[int, int]:
         """Exit codes of processes that ended; a broken link is often seen a moment before the end."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for process in self._processes:
-                process.wait(timeout=0.3)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until and all(p.poll() is None for p in self._processes):
+            time.sleep(0.01)
         return {i: code for i, p in enumerate(self._processes) if (code := p.poll()) is not None}
 
     def _last_words(self, index: int) -> str:

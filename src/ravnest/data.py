@@ -34,12 +34,10 @@ class Batches:
 
 
 def pieces(leaves: Sequence[Tensor], batched: Sequence[bool], count: int) -> list[list[Tensor]]:
-    """A batch in `count` microbatches of about equal size; tensors without a batch dimension go with each."""
+    """A batch in at most `count` microbatches of about equal size; what has no batch dimension goes with each."""
     size = next(len(t) for t, is_batched in zip(leaves, batched, strict=True) if is_batched)
-    if size < count:
-        raise ValueError(
-            f"a batch of {size} samples cannot be split into {count} microbatches: "
-            "use larger batches, a smaller accumulate, or fewer nodes"
-        )
-    parts = [t.tensor_split(count) if b else [t] * count for t, b in zip(leaves, batched, strict=True)]
+    number = min(size, count)
+    if number == 0:
+        raise ValueError("a batch has no samples")
+    parts = [t.tensor_split(number) if b else [t] * number for t, b in zip(leaves, batched, strict=True)]
     return [list(part) for part in zip(*parts, strict=True)]

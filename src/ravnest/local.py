@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +20,7 @@ from typing import IO, Any
 import msgspec
 from torch import Tensor
 
-from .core.errors import NotFinite
+from .core.errors import NotFinite, RavnestError
 from .core.messages import Evaluate, Forward
 from .crew import Acknowledged, Crew, Reported
 from .data import Batches, pieces
@@ -77,21 +79,26 @@ class _Window:
 class _Evaluation:
     """Held-out microbatches on their way, and what came back: (samples, values) of each."""
 
+    step: int
     sent: int = 0
     is_all_sent: bool = False
     results: list[tuple[int, tuple[float | None, ...]]] = field(default_factory=list)
 
     @property
+    def num_waiting(self) -> int:
+        return self.sent - len(self.results)
+
+    @property
     def is_done(self) -> bool:
-        return self.is_all_sent and len(self.results) == self.sent
+        return self.is_all_sent and not self.num_waiting
 
     def means(self, count: int) -> list[float]:
         samples = sum(size for size, _ in self.results)
-        return [
-            sum(size * (math.nan if values[k] is None else float(values[k] or 0.0)) for size, values in self.results)
-            / samples
-            for k in range(count)
-        ]
+        return [sum(size * _number(values[k]) for size, values in self.results) / samples for k in range(count)]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 class LocalRun:
@@ -111,6 +118,8 @@ class LocalRun:
         self._ready: set[int] = set()
         self._saved: set[int] = set()
         self._evaluating: dict[int, _Evaluation] = {}
+        self._evaluations_begun = 0
+        self._stopping = False
         self._stepped: dict[int, int] = {}
         self._end: int | None = None
         self._bad: int | None = None
@@ -119,16 +128,45 @@ class LocalRun:
     def run(
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, validate_every: int
     ) -> None:
-        """Train for `steps` updates, or until the batches end. Ctrl-C ends after the window that is being fed."""
+        """Train for `steps` updates, or until the batches end.
+
+        Ctrl-C ends after the window that is being fed, and saves; a second one ends at once. What goes wrong with
+        the data is told after what was trained before it has been saved.
+        """
         work = self.work
-        with Crew(work.names, work.folder) as crew, (work.folder / "metrics.jsonl").open("w") as log:
-            self._crew, self._log = crew, log
-            crew.start([dump(s) for s in work.stages], self._assigns())
-            self._until(lambda: len(self._ready) == len(work.stages), _START_S)
-            self._began = time.monotonic()
-            with contextlib.suppress(KeyboardInterrupt):  # what was fed is still trained and saved
-                self._feed_all(batches, steps, validate, validate_every)
-            self._finish(validate)
+        try:
+            with Crew(work.names, work.folder) as crew, (work.folder / "metrics.jsonl").open("w") as log:
+                self._crew, self._log = crew, log
+                crew.start([dump(s) for s in work.stages], self._assigns())
+                self._until(lambda: len(self._ready) == len(work.stages), _START_S)
+                self._began = time.monotonic()
+                with self._interruptible():
+                    wrong = self._feed_all(batches, steps, validate, validate_every)
+                    self._finish(None if wrong else validate)
+        finally:
+            for path in work.folder.glob(".*.safetensors"):
+                path.unlink(missing_ok=True)
+        if wrong is not None:
+            wrong.add_note(f"The {len(self.losses)} steps before it are saved in {work.folder / 'model.safetensors'}.")
+            raise wrong
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C only asks to stop; the next one has its usual effect."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def ask(number: int, frame: object) -> None:
+            self._stopping = True
+            signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _assigns(self) -> list[Assign]:
         work = self.work
@@ -154,54 +192,68 @@ class LocalRun:
 
     def _feed_all(
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
-    ) -> None:
+    ) -> Exception | None:
+        """Feed until the end; what went wrong with the user's data, if anything did."""
         window = 0
-        while (steps is None or window < steps) and self._bad is None:
-            if validate is not None and every and window and window % every == 0:
-                self._evaluate(validate(), number=window, fresh=False)
-            batch = batches.next()
-            if batch is None:
-                break
-            self._feed(window, batch)
-            window += 1
-
-    def _feed(self, window: int, batch: Any) -> None:
-        """Send one window. Once begun it is sent whole, even when Ctrl-C is pressed meanwhile."""
-        parts = pieces(self.work.program.feed(batch), self._batched, self._accumulate)
-        sizes = [self._size(part) for part in parts]
-        interrupted = False
-        self._windows[window] = _Window()
-        for part, size in zip(parts, sizes, strict=True):
-            share = size / sum(sizes)
-            self._windows[window].shares[self._fed] = share
+        while (steps is None or window < steps) and self._bad is None and not self._stopping:
             try:
-                self._until(lambda: self._fed - self._acknowledged <= self._ahead or self._bad is not None)
-            except KeyboardInterrupt:
-                interrupted = True
-            self._crew.feed(Forward(self._fed, size, share), self._freight, part)
+                if validate is not None and every and window and window % every == 0:
+                    self._evaluate(validate(), step=window, fresh=False)
+                batch = batches.next()
+                if batch is None:
+                    break
+                parts = self._parts(batch)
+            except RavnestError:
+                raise
+            except Exception as error:  # the user's own iterator, or a batch that does not fit
+                return error
+            self._feed(window, parts)
+            window += 1
+        return None
+
+    def _parts(self, batch: Any) -> list[list[Tensor]]:
+        """A batch in microbatches that the workers expect."""
+        parts = pieces(self.work.program.feed(batch), self._batched, self._accumulate)
+        if (largest := max(map(self._size, parts))) > self.work.max_batch:
+            raise ValueError(
+                f"a batch has microbatches of {largest} samples, the first had {self.work.max_batch}: "
+                "no batch may be larger than the first"
+            )
+        return parts
+
+    def _feed(self, window: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Send one window. One with fewer samples than microbatches is filled up with the last, at no weight."""
+        sizes = [self._size(part) for part in parts]
+        missing = self._accumulate - len(parts)
+        shares = [size / sum(sizes) for size in sizes] + [0.0] * missing
+        self._windows[window] = _Window()
+        for part, share in zip([*parts, *[parts[-1]] * missing], shares, strict=True):
+            self._windows[window].shares[self._fed] = share
+            self._until(lambda: self._fed - self._acknowledged < self._ahead or self._bad is not None)
+            self._crew.feed(Forward(self._fed, self._size(part), share), self._freight, part)
             self._fed += 1
-            self._samples += size
-        if interrupted:
-            raise KeyboardInterrupt
+        self._samples += sum(sizes)
 
     @property
     def _ahead(self) -> int:
         """How many microbatches may be on their way: enough that the root never waits for us."""
         return self.work.rules[0].depth + 2
 
-    def _evaluate(self, batches: Sequence[Any], *, number: int, fresh: bool) -> None:
-        """Send held-out batches through, a few at a time. Those after step `number` are told apart by their numbers."""
-        evaluation = self._evaluating[number] = _Evaluation()
+    def _evaluate(self, batches: Sequence[Any], *, step: int, fresh: bool) -> None:
+        """Send held-out batches through, a few at a time."""
+        self._evaluations_begun += 1
+        base = self._evaluations_begun << 20
+        evaluation = self._evaluating[self._evaluations_begun] = _Evaluation(step)
         for batch in batches:
             leaves = self.work.program.feed(batch)
-            size = self._size(leaves)
-            for part in pieces(leaves, self._batched, -(-size // self.work.max_batch)):
-                self._until(lambda: evaluation.sent - len(evaluation.results) <= self._ahead)
-                header = Evaluate((number << 20) + evaluation.sent, self._size(part), fresh)
-                self._crew.feed(header, self._freight, part)
+            for part in pieces(leaves, self._batched, -(-self._size(leaves) // self.work.max_batch)):
+                self._until(lambda: evaluation.num_waiting < self._ahead or self._bad is not None)
+                if self._bad is not None or (self._stopping and not fresh):
+                    break
+                self._crew.feed(Evaluate(base + evaluation.sent, self._size(part), fresh), self._freight, part)
                 evaluation.sent += 1
         evaluation.is_all_sent = True
-        self._conclude(number)
+        self._conclude(self._evaluations_begun)
 
     def _size(self, leaves: Sequence[Tensor]) -> int:
         """How many samples a batch has."""
@@ -244,7 +296,7 @@ class LocalRun:
     def _window_done(self, window: int) -> None:
         gathered = self._windows.pop(window)
         means = [
-            sum(share * (gathered.values[m][k] or 0.0) for m, share in gathered.shares.items())
+            sum(share * _number(gathered.values[m][k]) for m, share in gathered.shares.items() if share)
             for k in range(len(self._labels))
         ]
         progress = self.progress
@@ -260,15 +312,17 @@ class LocalRun:
         self._evaluating[number >> 20].results.append((batch, values))
         self._conclude(number >> 20)
 
-    def _conclude(self, step: int) -> None:
+    def _conclude(self, key: int) -> None:
         """Note the result of an evaluation if all of it is there."""
-        evaluation = self._evaluating[step]
+        evaluation = self._evaluating[key]
         if not evaluation.is_done:
             return
-        del self._evaluating[step]
+        del self._evaluating[key]
+        if not evaluation.results:
+            return
         self.progress.validation = dict(zip(self._labels, evaluation.means(len(self._labels)), strict=True))
-        self.evaluations.append({"step": step, **self.progress.validation})
-        self._write({"evaluation": step, **self.progress.validation, "seconds": self._seconds()})
+        self.evaluations.append({"step": evaluation.step, **self.progress.validation})
+        self._write({"evaluation": evaluation.step, **self.progress.validation, "seconds": self._seconds()})
         self.show(self.progress)
 
     def _seconds(self) -> float:
@@ -290,8 +344,8 @@ class LocalRun:
             end = self._bad // self._accumulate
             self._until(lambda: all(self._stepped.get(i, 0) >= end for i in range(len(self.work.stages))))
         elif validate is not None and end:
-            self._evaluate(validate(), number=end, fresh=True)
-            self._until(lambda: not self._evaluating)
+            self._evaluate(validate(), step=end, fresh=True)
+            self._until(lambda: not self._evaluating or self._bad is not None)
         self._save()
         if self._bad is not None:
             raise NotFinite(
@@ -307,8 +361,6 @@ class LocalRun:
             self._crew.tell_one(stage.index, Save(str(part)))
         self._until(lambda: len(self._saved) == len(stages))
         gather(self.work.program, stages, parts, folder / "model.safetensors", self.work.settings.seed)
-        for path in (*parts, *folder.glob(".first-*.safetensors")):
-            path.unlink(missing_ok=True)
 
 
 def gather(program: Program, stages: Sequence[Stage], parts: Sequence[Path], path: Path, seed: int) -> None:

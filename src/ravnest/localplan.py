@@ -90,7 +90,7 @@ def plan_local(program: Program, optimizer: Optimizer, correction: Correction, w
     largest = -(-wishes.batch_size // accumulate)
     costs = measure_costs(program, largest)
     memory = MemoryModel(
-        synchronous=wishes.synchronous,
+        synchronous=wishes.synchronous or wishes.nodes == 1,
         accumulate=accumulate,
         look_ahead=correction.look_ahead > 0,
         optimizer_ratio=state_bytes_per_parameter(optimizer) / 4,

@@ -129,8 +129,10 @@ class Screen(Show):
 
 def summary(run: Run) -> Table:
     """What a run came to, stage by stage."""
-    title = f"{len(run.losses)} steps, final loss {run.losses[-1]:.4f}, {run.samples_per_s:.1f} samples/s"
-    table = Table(title=title if run.losses else "no step was finished")
+    title = "no step was finished"
+    if run.losses:
+        title = f"{len(run.losses)} steps, final loss {run.losses[-1]:.4f}, {run.samples_per_s:.1f} samples/s"
+    table = Table(title=title)
     for name in ("node", "microbatches", "busy", "bubble", "staleness", "peak memory", "expected", "sent"):
         table.add_column(name, justify="left" if name == "node" else "right")
     for i, m in sorted(run.stages.items()):

@@ -145,6 +145,7 @@ ATTACKS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "write to a parameter": (add("aten.mul_.Scalar", "%s0", 2.0), "may be written"),
     "write to a fixed buffer": (lambda f: add("aten.zero_.default", "%" + fixed_buffer(f))(f), "may be written"),
     "write to a parameter through a view": (lambda f: write_through_a_view(f), "may be written"),
+    "write to a parameter through einsum": (lambda f: write_through_einsum(f), "memory of a parameter"),
     "statistics into a parameter": (lambda f: batch_norm_into(f, "%s0"), "may be written"),
     "deep nesting": (nested, "stage file"),
     "endless arithmetic": (lambda f: grow(f), "out of range|OverflowError"),
@@ -184,6 +185,13 @@ def fixed_buffer(file: dict[str, Any]) -> str:
 
 def write_through_a_view(file: dict[str, Any]) -> None:
     add("aten.detach.default", "%s0", outs=("w",))(file)
+    add("aten.mul_.Scalar", "%w", 2.0)(file)
+
+
+def write_through_einsum(file: dict[str, Any]) -> None:
+    """`ij->ij` is a view, though nothing in its signature says so."""
+    weight = next(s["name"] for s in file["state"] if s["target"] == "linear.weight")
+    add("aten.einsum.default", "=ij->ij", ["%" + weight], outs=("w",))(file)
     add("aten.mul_.Scalar", "%w", 2.0)(file)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.errors import ProgramError
 from .check_parts import place
 from .limits import Limits
-from .ops import LITERAL
+from .ops import ALLOWED, LITERAL
 from .program import DTYPES, Draw, Init, Op, Stage, Value, dtype_name, resolve_dim
 from .run import run_op
 
@@ -35,6 +35,18 @@ def rehearse(stage: Stage, limits: Limits) -> None:
             _rehearse_init(stage.init, stage, limits)
 
 
+def _first(op: Op, env: dict[str, Any]) -> Tensor:
+    """The tensor that a writing op changes."""
+    target = op.args[0]
+    assert isinstance(target, str)
+    found: Tensor = env[target[1:]]
+    return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 def rehearse_batch(stage: Stage, batch: int, limits: Limits) -> None:
     """The same for one more batch size, before the first microbatch of that size is run: sizes may depend on it."""
     with torch.no_grad(), warnings.catch_warnings():
@@ -45,9 +57,13 @@ def rehearse_batch(stage: Stage, batch: int, limits: Limits) -> None:
 def _rehearse_ops(stage: Stage, batch: int, limits: Limits) -> None:
     env: dict[str, Any] = {v.name: _example(v, batch) for v in stage.inputs}
     env.update((s.name, _meta(s.shape, s.dtype)) for s in stage.state)
+    protected = {_storage(env[s.name]) for s in stage.state if s.kind == "parameter" or not s.mutated}
     meter = _Meter(limits)
     for i, op in enumerate(stage.ops):
-        meter.run(place("op", i, op), op, env)
+        where = place("op", i, op)
+        if ALLOWED.get(op.op) == "writes" and _storage(_first(op, env)) in protected:
+            raise ProgramError(f"{where}: it writes to memory of a parameter or a fixed buffer")
+        meter.run(where, op, env)
     for value in stage.outputs:
         _check_output(value, env[value.name], batch)
 

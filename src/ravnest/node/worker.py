@@ -120,7 +120,7 @@ def run(control_fd: int, before_fd: int, after_fd: int | None) -> None:
     except Exception as error:  # the supervisor of this stage: the parent must know why, whatever it was
         text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(LinkError):  # the parent may be what is gone
-            observer.tell(Failed(text[:2000], is_consequence=isinstance(error, LinkError)))
+            observer.tell(Failed(text[:2000], is_consequence=isinstance(error, LinkClosed)))
         control.close(flush_s=2.0)
         raise
     for port in observer.ports:
@@ -151,8 +151,9 @@ def _ports(stage: Stage, assign: Assign, inbox: Inbox, before_fd: int, after_fd:
     freights = Freights.of(stage, assign.settings.compression, assign.max_batch)
 
     def port(fd: int, expected: dict[type, Freight], index: int) -> Port:
-        link = unix_link(socket.socket(fileno=fd), LinkConfig(headers=Data), peer=f"stage {index}")
-        on_error = _breaks(inbox, f"stage {index}")
+        peer = f"stage {index}" if index >= 0 else "the feeder"
+        link = unix_link(socket.socket(fileno=fd), LinkConfig(headers=Data), peer=peer)
+        on_error = _breaks(inbox, peer)
         return Port(link, inbox, expected, assign.role.tied, on_error, assign.settings.patience_s)
 
     before = port(before_fd, {Forward: freights.inputs}, stage.index - 1)
@@ -179,7 +180,8 @@ def _breaks(inbox: Inbox, peer: str) -> Any:
 
     def on_error(error: Exception) -> None:
         def fail(loop: Loop) -> None:
-            raise LinkClosed(f"the link to {peer} broke: {error}")
+            kind = LinkClosed if isinstance(error, LinkClosed) else LinkError
+            raise kind(f"the link to {peer} broke: {error}")
 
         inbox.call(fail)
 

@@ -22,7 +22,6 @@ class StageMetrics(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     sending: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
-    link_cpu_s: float = 0.0
     memory_bytes: int = 0
     peak_memory_bytes: int = 0
     versions: int = 0

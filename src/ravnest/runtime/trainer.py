@@ -68,8 +68,9 @@ class Trainer:
             return tape.backward(gradients)
 
     def evaluate(self, window: int | None, version: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Run without learning, on the weights of a window, or on the newest there are (None)."""
-        state = {**self.fixed, **self._lent.of(window), **self.versions.evaluation(version)}
+        """Run without learning, on what a window runs on, or on the newest master weights (None)."""
+        weights = self.versions.master if window is None else self.versions[version]
+        state = {**self.fixed, **self._lent.of(window), **weights}
         with torch.no_grad(), self._autocast():
             return self._runner(state, inputs, training=False)
 

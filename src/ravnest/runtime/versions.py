@@ -60,10 +60,6 @@ class Versions:
         self.newest += 1
         self._live[self.newest] = _leaves(buffer)
 
-    def evaluation(self, version: int) -> Tensors:
-        """Weights to evaluate on: the master's if it is of that version."""
-        return self.master if version == self.newest else self._live[version]
-
     def _retire(self) -> None:
         """Take back the versions that no window from the next on will use."""
         for version in [v for v in self._live if v < self.newest + 1 - self.delay]:
