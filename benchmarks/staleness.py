@@ -12,6 +12,7 @@ Learning rates are those that are best for synchronous training: `--sweep` finds
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,18 +21,23 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from benchmarks.report import Report, arguments
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.examples.text import batches, library_text
 from ravnest.runtime.corrections import (
+    DEFAULT,
     Correction,
     Corrector,
+    delay_compensation,
+    look_ahead,
+    lr_discount,
     none,
-)
-from ravnest.runtime.optimizers import Optimizer, build
+)  # fmt: skip
+from ravnest.runtime.optimizers import AdamW, Muon, NAdam, Optimizer, build, cosine
 
 MODEL = GPTConfig(vocab=128, context=64, layers=4, width=96, heads=4, dropout=0.0)
 BATCH = 8
-STEPS, QUICK_STEPS = 1000, 150
+STEPS, QUICK_STEPS = 600, 120
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
 EMBEDDINGS = ("tokens.weight", "positions.weight")
 ONE_LATE = (1,)
@@ -41,6 +47,7 @@ SYNCHRONOUS = (0,)
 # Best for synchronous training among 1, 2, 4, 8 e-3; found by `python -m benchmarks.staleness --sweep`.
 ADAMW_LR = 4e-3
 MUON_LR = 4e-3
+RATE = cosine(STEPS, warmup_steps=50, final_ratio=0.1)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,8 @@ class Setting:
 
     @property
     def label(self) -> dict[str, str]:
-        mode = {SYNCHRONOUS: "synchronous", ONE_LATE: "delay 1"}.get(self.delays)
+        names: dict[tuple[int, ...], str] = {SYNCHRONOUS: "synchronous", ONE_LATE: "delay 1"}
+        mode = names.get(self.delays)
         return {
             "optimizer": self.note or f"{self.optimizer.name} {self.optimizer.lr:g}",
             "mode": mode or "delays " + " ".join(map(str, self.delays)),
@@ -142,3 +150,64 @@ def train(setting: Setting, text: Text, seed: int, steps: int) -> float:
     for stage in stages:
         stage.finish()
     return text.loss(model)
+
+
+def settings(*, quick: bool) -> list[Setting]:
+    """Everything that is compared, each optimizer's synchronous run first."""
+    adamw, clipped = AdamW(ADAMW_LR, schedule=RATE), AdamW(ADAMW_LR, schedule=RATE, clip_norm=1.0)
+    shown = [Setting(adamw), Setting(adamw, ONE_LATE), Setting(adamw, ONE_LATE, DEFAULT)]
+    if quick:
+        return shown
+    nadam = NAdam(ADAMW_LR / 4, betas=(0.99, 0.999), schedule=RATE)
+    muon = Muon(MUON_LR, weight_decay=0.01, schedule=RATE)
+    shown += [Setting(adamw, ONE_LATE, c) for c in (look_ahead(1.0), look_ahead(1.5), lr_discount(0.5))]
+    shown += [Setting(adamw, ONE_LATE, delay_compensation(1.0))]
+    shown += [Setting(clipped, d, c, "AdamW, clip 1") for d, c in ((SYNCHRONOUS, none()), (ONE_LATE, DEFAULT))]
+    shown += [Setting(nadam, ONE_LATE, none(), "NAdam 0.99")]
+    shown += [Setting(muon, d, c) for d, c in ((SYNCHRONOUS, none()), (ONE_LATE, none()), (ONE_LATE, DEFAULT))]
+    return shown + [Setting(adamw, EVERY_MICROBATCH, c) for c in (none(), look_ahead(0.5), DEFAULT)]
+
+
+def sweep(text: Text) -> None:
+    """Synchronous training at several learning rates."""
+    for lr in (1e-3, 2e-3, 4e-3, 8e-3):
+        for optimizer in (AdamW(lr, schedule=RATE), Muon(lr, weight_decay=0.01, schedule=RATE)):
+            losses = [train(Setting(optimizer), text, seed, STEPS) for seed in SEEDS[:2]]
+            sys.stderr.write(f"{optimizer.name} {lr:g}: {statistics.fmean(losses):.4f}\n")
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--sweep", action="store_true", help="only find the best learning rates for synchronous training"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    steps, seeds = (QUICK_STEPS, QUICK_SEEDS) if options.quick else (STEPS, SEEDS)
+    text = Text(num_windows=1024 if options.quick else 8192)
+    if options.sweep:
+        sweep(text)
+        return
+    report = Report(f"late gradients: held-out loss after {steps} updates, mean of {len(seeds)} seeds")
+    reference: dict[str, float] = {}
+    for setting in settings(quick=options.quick):
+        losses = [train(setting, text, seed, steps) for seed in seeds]
+        mean = statistics.fmean(losses)
+        against = reference.setdefault(setting.note or setting.optimizer.name, mean)
+        if setting.note == "NAdam 0.99":
+            against = reference["AdamW"]
+        gap = mean / against - 1
+        report.rows.append({**setting.label, "loss": round(mean, 4), "gap": f"{gap:+.2%}",
+                            "seeds": f"{min(losses):.3f} to {max(losses):.3f}"})  # fmt: skip
+        sys.stderr.write(f"{report.rows[-1]}\n")
+        if setting.delays == ONE_LATE and setting.correction == DEFAULT and not options.quick:
+            target = "<= 0.01" if setting.optimizer.name == "AdamW" and not setting.note else "<= 0.02"
+            report.check(f"{setting.note or setting.optimizer.name}, default against synchronous: gap", gap, target)
+    if options.quick:
+        none_gap, default_gap = (float(report.rows[i]["loss"]) / reference["AdamW"] - 1 for i in (1, 2))
+        report.check("default's gap / gap without correction (short run)", default_gap / none_gap, "< 1")
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from .graph import Costs, Program, Stage, legal_cuts, measure_costs, split
 from .graph.program import refs
 from .graph.timing import measure_seconds
 from .plan import Chain, MemoryModel, Node, Problem, Storage, partition
-from .runtime.corrections import Correction
+from .runtime.corrections import Correction, Corrector
 from .runtime.optimizers import Optimizer, state_bytes_per_parameter
 from .runtime.plan import rules
 from .runtime.schedule import Rule
@@ -92,7 +92,7 @@ def plan_local(program: Program, optimizer: Optimizer, correction: Correction, w
     memory = MemoryModel(
         synchronous=wishes.synchronous or wishes.nodes == 1,
         accumulate=accumulate,
-        look_ahead=correction.look_ahead > 0,
+        correction_copies=Corrector(correction).extra_copies,
         optimizer_ratio=state_bytes_per_parameter(optimizer) / 4,
         gradient_copies=2 if optimizer.clip_norm is not None or program.ties else 1,
         recompute=wishes.recompute,

@@ -46,7 +46,7 @@ models = st.builds(
     MemoryModel,
     synchronous=st.booleans(),
     accumulate=st.integers(0, 3),
-    look_ahead=st.booleans(),
+    correction_copies=st.integers(0, 2),
     optimizer_ratio=st.sampled_from([0.0, 0.25, 1.0, 2.0]),
     gradient_copies=st.integers(1, 2),
     recompute=st.booleans(),

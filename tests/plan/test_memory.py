@@ -18,7 +18,7 @@ SHARE = Share(
 
 
 def test_every_term() -> None:
-    memory = stage_memory(SHARE, 3, MemoryModel(base_bytes=5))
+    memory = stage_memory(SHARE, 3, MemoryModel(base_bytes=5, correction_copies=1))
     assert (memory.base, memory.fixed, memory.work) == (5, 7, 30)
     assert memory.weights == 110 * 3
     assert memory.gradients == 110
@@ -33,12 +33,13 @@ def test_every_term() -> None:
     ("model", "depth", "versions"),
     [
         (MemoryModel(synchronous=True), 5, 1),
-        (MemoryModel(look_ahead=False), 5, 2),
-        (MemoryModel(), 5, 3),
-        (MemoryModel(accumulate=5, look_ahead=False), 5, 2),
-        (MemoryModel(accumulate=1, look_ahead=False), 5, 5),
-        (MemoryModel(accumulate=2, look_ahead=False), 5, 3),
-        (MemoryModel(accumulate=1), 1, 3),
+        (MemoryModel(correction_copies=0), 5, 2),
+        (MemoryModel(), 5, 4),
+        (MemoryModel(correction_copies=1), 5, 3),
+        (MemoryModel(accumulate=5, correction_copies=0), 5, 2),
+        (MemoryModel(accumulate=1, correction_copies=0), 5, 5),
+        (MemoryModel(accumulate=2, correction_copies=0), 5, 3),
+        (MemoryModel(accumulate=1), 1, 4),
     ],
 )
 def test_versions(model: MemoryModel, depth: int, versions: int) -> None:

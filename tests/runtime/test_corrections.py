@@ -36,6 +36,29 @@ def test_look_ahead_is_the_formula() -> None:
         assert torch.allclose(out[name], new[name] + 1.5 * (new[name] - old[name]))
 
 
+def test_bend_is_the_formula() -> None:
+    """C = W + a*d + b*(d - d_before); the first update has none before it."""
+    weights = [tensors(seed) for seed in range(4)]
+    corrector, out = Corrector(look_ahead(1.0, bend=0.5)), tensors(9)
+    for i in range(1, 4):
+        corrector.compute_weights(weights[i], weights[i - 1], out)
+        step = weights[i]["a"] - weights[i - 1]["a"]
+        before = weights[i - 1]["a"] - weights[i - 2]["a"] if i > 1 else step
+        assert torch.allclose(out["a"], weights[i]["a"] + step + 0.5 * (step - before), atol=1e-6)
+    over = {name: t.clone() for name, t in weights[2].items()}
+    again = Corrector(look_ahead(1.0, bend=0.5))
+    again.compute_weights(weights[2], weights[1], tensors(9))
+    again.compute_weights(weights[3], over, over)
+    assert torch.equal(over["a"], out["a"]), "the old weights may be written over"
+
+
+def test_bend_is_for_a_delay_of_one() -> None:
+    assert Corrector(look_ahead(1.0, bend=1.0), delay=1).extra_copies == 2
+    assert Corrector(look_ahead(1.0, bend=1.0), delay=3).extra_copies == 1
+    assert Corrector(look_ahead(1.0), delay=1).extra_copies == 1
+    assert Corrector(none()).extra_copies == 0
+
+
 def test_look_ahead_grows_with_the_delay() -> None:
     new, old, out = tensors(1), tensors(2), tensors(3)
     Corrector(look_ahead(0.5), delay=4).compute_weights(new, old, out)

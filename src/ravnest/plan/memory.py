@@ -1,7 +1,7 @@
 """What a stage needs of a node's memory, from plain numbers.
 
     total       = base + weights + fixed + gradients + optimizer + activations + work + links
-    weights     = (parameters + borrowed) * versions      versions = 1 + delay (+ 1 for look-ahead's master)
+    weights     = (parameters + borrowed) * versions      versions = 1 + delay + what the correction keeps
     delay       = 0 if synchronous, 1 if accumulate >= depth, else ceil((depth - 1) / accumulate)
     gradients   = (parameters + borrowed) * gradient copies
     optimizer   = parameters * optimizer bytes per parameter byte
@@ -32,12 +32,14 @@ class MemoryModel:
     """How a run uses memory. `accumulate` is in microbatches per update; 0 means at least the depth.
 
     `optimizer_ratio` is the optimizer's state in bytes per byte of parameters: 0 for plain SGD, 1 with momentum,
-    2 for Adam. `gradient_copies` is 2 where a window's gradient waits (clipping, tied weights) as the next gathers.
+    2 for Adam. `correction_copies` are sets of weights that a correction for delays keeps besides the versions: the
+    master, and the last update. `gradient_copies` is 2 where a window's gradient waits (clipping, tied weights) as
+    the next one gathers.
     """
 
     synchronous: bool = False
     accumulate: int = 0
-    look_ahead: bool = True
+    correction_copies: int = 2
     optimizer_ratio: float = 2.0
     gradient_copies: int = 1
     recompute: bool = False
@@ -47,6 +49,7 @@ class MemoryModel:
     def __post_init__(self) -> None:
         require(self.accumulate >= 0, f"accumulate must be 0 or more, not {self.accumulate}")
         require(0 <= self.optimizer_ratio < 100, f"optimizer_ratio must be from 0 to 100, not {self.optimizer_ratio}")
+        require(self.correction_copies >= 0, f"correction_copies must be 0 or more, not {self.correction_copies}")
         require(self.gradient_copies >= 1, f"gradient_copies must be at least 1, not {self.gradient_copies}")
         require(self.link_buffers >= 0, f"link_buffers must be 0 or more, not {self.link_buffers}")
         require(self.base_bytes >= 0, f"base_bytes must be 0 or more, not {self.base_bytes}")
@@ -60,7 +63,7 @@ class MemoryModel:
     def versions(self, depth: int) -> int:
         """Sets of weights that live at once."""
         delay = self.delay(depth)
-        return 1 + delay + (1 if self.look_ahead and delay else 0)
+        return 1 + delay + (self.correction_copies if delay else 0)
 
 
 class Share(NamedTuple):

@@ -4,7 +4,8 @@ A gradient of delay t is computed on the weights C and applied to weights that a
 
     W_{u+1} = W_u + d_u,   d_u = optimizer(g(C_{u-t}))         without correction C_u = W_u
 
-    look-ahead a     C_u = W_u + a*t*(W_u - W_{u-1})           run on where the weights will be
+    look-ahead a     C_u = W_u + a*t*d                         run on where the weights will be, d = W_u - W_{u-1}
+    bend b           ... + b*(d - d_before)                    as the last step differed from the one before it; t = 1
     lr discount p    lr / (1 + t)^p                            smaller steps where the delay is longer
     compensation l   g + l * g*g*(W_u - C_{u-t})               first-order Taylor term, g*g for the curvature (DC-ASGD)
 
@@ -30,6 +31,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Which corrections, as numbers; 0 is off, and they combine. Plain data that travels with the job."""
 
     look_ahead: float = 0.0
+    bend: float = 0.0
     lr_discount: float = 0.0
     compensation: float = 0.0
 
@@ -41,7 +43,12 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     @property
     def name(self) -> str:
         """For people: `none`, `look-ahead 1.5`, `look-ahead 1 + lr discount 0.5`."""
-        parts = {"look-ahead": self.look_ahead, "lr discount": self.lr_discount, "compensation": self.compensation}
+        parts = {
+            "look-ahead": self.look_ahead,
+            "bend": self.bend,
+            "lr discount": self.lr_discount,
+            "compensation": self.compensation,
+        }
         return " + ".join(f"{name} {value:g}" for name, value in parts.items() if value) or "none"
 
 
@@ -50,9 +57,13 @@ def none() -> Correction:
     return Correction()
 
 
-def look_ahead(a: float = 1.5) -> Correction:
-    """Run on the weights that the gradient will meet: `W + a*(W - W_before_the_update)` for each update of delay."""
-    return Correction(look_ahead=a)
+def look_ahead(a: float = 1.0, bend: float = 0.0) -> Correction:
+    """Run on the weights that the gradient will meet: `W + a*d` for each update of delay, d the last update.
+
+    `bend` adds how d differed from the update before it, for a delay of one: with a = bend = 1 the next update is
+    taken to change as the last one did.
+    """
+    return Correction(look_ahead=a, bend=bend)
 
 
 def lr_discount(power: float = 0.5) -> Correction:
@@ -65,7 +76,7 @@ def delay_compensation(strength: float) -> Correction:
     return Correction(compensation=strength)
 
 
-DEFAULT = look_ahead()
+DEFAULT = look_ahead(1.0, bend=1.0)
 
 
 class Corrector:
@@ -76,11 +87,18 @@ class Corrector:
         self.correction = correction
         self.delay = delay
         self._ahead = correction.look_ahead * delay
+        self._bend = correction.bend if delay == 1 else 0.0
+        self._steps: dict[str, Tensor] = {}  # the last update of each parameter, to see how the next one bends
 
     @property
     def needs_buffer(self) -> bool:
         """Whether compute weights differ from the master weights, and so need memory of their own."""
-        return self._ahead > 0
+        return self._ahead > 0 or self._bend > 0
+
+    @property
+    def extra_copies(self) -> int:
+        """Sets of weights kept besides the versions: the master, and the last update where it may bend."""
+        return (1 if self.needs_buffer else 0) + (1 if self._bend else 0)
 
     @property
     def needs_gradient_adjustment(self) -> bool:
@@ -97,7 +115,14 @@ class Corrector:
         """Write what the next window runs on to `out`, whose tensors may be those of `old_master`."""
         with torch.no_grad():
             for name, new in new_master.items():
-                torch.lerp(old_master[name].detach(), new.detach(), 1.0 + self._ahead, out=out[name].detach())
+                old, target = old_master[name].detach(), out[name].detach()
+                if not self._bend:
+                    torch.lerp(old, new.detach(), 1.0 + self._ahead, out=target)
+                    continue
+                step = new.detach() - old
+                before = self._steps.get(name, step)
+                torch.add(new.detach(), step, alpha=self._ahead + self._bend, out=target).sub_(before, alpha=self._bend)
+                self._steps[name] = step
 
     def adjust_gradient(
         self, gradients: Mapping[str, Tensor], master_now: Mapping[str, Tensor], compute_then: Mapping[str, Tensor]
