@@ -23,6 +23,8 @@ from ravnest.api import Job, Run, Training
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.examples.text import batches, library_text
 
+pytestmark = pytest.mark.slow
+
 CONFIG = GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2, dropout=0.1, tied=True)
 
 

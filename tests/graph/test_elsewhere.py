@@ -15,6 +15,8 @@ from benchmarks.zoo import Case
 from ravnest.graph import dump, legal_cuts, read_weights, split, stage_weights, trace
 from tests.graph.pipeline import eager_step, thirds
 
+pytestmark = pytest.mark.slow
+
 WORKER = """
 import sys
 from pathlib import Path
