@@ -51,15 +51,15 @@ def main() -> None:
 
 def turn(rivals: list[tuple[str, int]], *, quick: bool, number: int) -> dict[str, float]:
     """Everybody once; the order changes from turn to turn."""
-    steps = 6 if quick else 14
+    steps = 6 if quick else 8
     jobs: list[tuple[str, Any]] = [
         ("single", lambda: rival("single", 4, steps)),
         ("two", lambda: rival("two", 4, steps)),
     ]
     jobs += [(f"{mode} {m}", lambda mode=mode, m=m: rival(mode, m, steps * 4 // m)) for mode, m in rivals]
-    jobs += [("ours", lambda: ours("local:2", "0,1", 16 if quick else 40))]
+    jobs += [("ours", lambda: ours("local:2", "0,1", 16 if quick else 30))]
     if not quick:
-        jobs += [("ours, 4 processes", lambda: ours("local:4", "0,1,0,1", 40))]
+        jobs += [("ours, 4 processes", lambda: ours("local:4", "0,1,0,1", 30))]
     found: dict[str, float] = {}
     for name, measure in jobs if number % 2 == 0 else reversed(jobs):
         result = measure()

@@ -11,6 +11,8 @@ Learning rates are those that are best for synchronous training: `--sweep` finds
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import statistics
 import sys
 from collections import deque
@@ -107,7 +109,10 @@ class DelayedStage:
         self._corrector.adjust_gradient(gradients, self._master, self._versions[0])
         following = _copy(self._master)
         self._stepper.step(self._master, gradients, step, lr_factor=self._corrector.lr_factor)
-        self._corrector.compute_weights(self._master, following, following)
+        if self._corrector.needs_buffer:
+            following = self._corrector.compute_weights(self._master, following)
+        else:
+            following = _copy(self._master)
         self._versions.append(following)
 
     def finish(self) -> None:
@@ -176,6 +181,12 @@ def sweep(text: Text) -> None:
             sys.stderr.write(f"{optimizer.name} {lr:g}: {statistics.fmean(losses):.4f}\n")
 
 
+def _job(setting: Setting, seed: int, steps: int, num_windows: int) -> float:
+    """One training, in a process with one thread."""
+    torch.set_num_threads(1)
+    return train(setting, Text(num_windows), seed, steps)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument(
@@ -190,8 +201,12 @@ def main() -> None:
         return
     report = Report(f"late gradients: held-out loss after {steps} updates, mean of {len(seeds)} seeds")
     reference: dict[str, float] = {}
-    for setting in settings(quick=options.quick):
-        losses = [train(setting, text, seed, steps) for seed in seeds]
+    shown = settings(quick=options.quick)
+    jobs = [(setting, seed, steps, len(text.held_out) * 64) for setting in shown for seed in seeds]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        found = pool.starmap(_job, jobs, chunksize=1)
+    for i, setting in enumerate(shown):
+        losses = found[i * len(seeds) : (i + 1) * len(seeds)]
         mean = statistics.fmean(losses)
         against = reference.setdefault(setting.note or setting.optimizer.name, mean)
         if setting.note == "NAdam 0.99":

@@ -30,26 +30,31 @@ def tensors(seed: int) -> Params:
 
 
 def test_look_ahead_is_the_formula() -> None:
-    new, old, out = tensors(1), tensors(2), tensors(3)
-    Corrector(look_ahead(1.5)).compute_weights(new, old, out)
+    new, old = tensors(1), tensors(2)
+    out = Corrector(look_ahead(1.5)).compute_weights(new, tensors(2))
     for name in new:
         assert torch.allclose(out[name], new[name] + 1.5 * (new[name] - old[name]))
 
 
 def test_bend_is_the_formula() -> None:
     """C = W + a*d + b*(d - d_before); the first update has none before it."""
-    weights = [tensors(seed) for seed in range(4)]
-    corrector, out = Corrector(look_ahead(1.0, bend=0.5)), tensors(9)
-    for i in range(1, 4):
-        corrector.compute_weights(weights[i], weights[i - 1], out)
-        step = weights[i]["a"] - weights[i - 1]["a"]
-        before = weights[i - 1]["a"] - weights[i - 2]["a"] if i > 1 else step
-        assert torch.allclose(out["a"], weights[i]["a"] + step + 0.5 * (step - before), atol=1e-6)
-    over = {name: t.clone() for name, t in weights[2].items()}
-    again = Corrector(look_ahead(1.0, bend=0.5))
-    again.compute_weights(weights[2], weights[1], tensors(9))
-    again.compute_weights(weights[3], over, over)
-    assert torch.equal(over["a"], out["a"]), "the old weights may be written over"
+    corrector = Corrector(look_ahead(1.0, bend=0.5))
+    for i in range(1, 5):
+        out = corrector.compute_weights(tensors(i), tensors(i - 1))
+        step = tensors(i)["a"] - tensors(i - 1)["a"]
+        before = tensors(i - 1)["a"] - tensors(i - 2)["a"] if i > 1 else step
+        assert torch.allclose(out["a"], tensors(i)["a"] + step + 0.5 * (step - before), atol=1e-5)
+
+
+def test_memory_is_exchanged_and_not_taken() -> None:
+    """After the first update no tensor is made any more: the old weights' memory and the last step's change places."""
+    corrector = Corrector(look_ahead(1.0, bend=1.0))
+    out = corrector.compute_weights(tensors(1), first := tensors(0))
+    second = corrector.compute_weights(tensors(2), out)
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert corrector.compute_weights(tensors(3), second)["a"].data_ptr() == out["a"].data_ptr()
+    plain, old = Corrector(look_ahead(1.0)), tensors(0)
+    assert plain.compute_weights(tensors(1), old)["a"].data_ptr() == old["a"].data_ptr()
 
 
 def test_bend_is_for_a_delay_of_one() -> None:
@@ -60,34 +65,22 @@ def test_bend_is_for_a_delay_of_one() -> None:
 
 
 def test_look_ahead_grows_with_the_delay() -> None:
-    new, old, out = tensors(1), tensors(2), tensors(3)
-    Corrector(look_ahead(0.5), delay=4).compute_weights(new, old, out)
+    new, old = tensors(1), tensors(2)
+    out = Corrector(look_ahead(0.5), delay=4).compute_weights(new, tensors(2))
     assert torch.allclose(out["a"], new["a"] + 2.0 * (new["a"] - old["a"]))
-
-
-def test_writes_over_the_old_weights_if_asked() -> None:
-    new, old, apart = tensors(1), tensors(2), tensors(3)
-    corrector = Corrector(look_ahead(2.0))
-    corrector.compute_weights(new, old, apart)
-    places = {name: t.data_ptr() for name, t in old.items()}
-    corrector.compute_weights(new, old, old)
-    assert all(torch.equal(old[name], apart[name]) for name in new)
-    assert {name: t.data_ptr() for name, t in old.items()} == places
-    assert all(torch.equal(new[name], tensors(1)[name]) for name in new)
 
 
 @pytest.mark.parametrize("correction", [none(), look_ahead(0.0)])
 def test_without_look_ahead_the_weights_are_the_masters(correction: Correction) -> None:
-    new, old, out = tensors(1), tensors(2), tensors(3)
-    corrector = Corrector(correction)
+    new, corrector = tensors(1), Corrector(correction)
     assert not corrector.needs_buffer
-    corrector.compute_weights(new, old, out)
+    out = corrector.compute_weights(new, tensors(2))
     assert all(torch.equal(out[name], new[name]) for name in new)
 
 
 def test_compute_weights_may_be_leaves_that_want_gradients() -> None:
-    new, old, out = tensors(1), tensors(2), {n: t.requires_grad_() for n, t in tensors(3).items()}
-    Corrector(look_ahead(1.0)).compute_weights(new, old, out)
+    new, old = tensors(1), tensors(2)
+    out = Corrector(look_ahead(1.0)).compute_weights(new, {n: t.requires_grad_() for n, t in tensors(2).items()})
     assert torch.allclose(out["a"].detach(), 2 * new["a"] - old["a"])
 
 
@@ -138,8 +131,7 @@ def test_error_feedback_is_look_ahead_seen_from_the_other_side() -> None:
     for u in range(12):
         out = {"w": master["w"].clone()}
         stepper.step(master, {"w": curvature * compute[max(0, u - 1)]["w"]}, u)
-        corrector.compute_weights(master, out, out)
-        compute.append(out)
+        compute.append(corrector.compute_weights(master, out))
 
     for ours, theirs in zip(compute, fed_back, strict=True):
         assert torch.allclose(ours["w"], theirs, atol=1e-5)

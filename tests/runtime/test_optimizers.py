@@ -301,3 +301,19 @@ def test_embeddings_of_a_stage() -> None:
     model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 3))
     program = trace(model, lambda y, t: (y.sum(1) - t).square().mean(), (torch.arange(6).view(2, 3), torch.ones(2, 3)))
     assert embeddings(split(program, [])[0]) == {"0.weight"}
+
+
+@pytest.mark.parametrize("optimizer", [Adam(1e-3), AdamW(1e-3)], ids=lambda o: o.name)
+def test_fused_kernels_do_the_same_but_for_rounding(optimizer: Optimizer) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = {"w": torch.randn(8, 8, generator=generator), "b": torch.randn(8, generator=generator)}
+    results = []
+    for fused in (False, True):
+        weights = {name: tensor.clone() for name, tensor in start.items()}
+        stepper = build(optimizer, weights, fused=fused)
+        for step in range(5):
+            stepper.step(weights, {name: tensor.cos() for name, tensor in weights.items()}, step)
+        results.append((weights, stepper.state_dict()))
+    for name, tensor in results[0][0].items():
+        torch.testing.assert_close(results[1][0][name], tensor, rtol=1e-5, atol=1e-6)
+    assert results[0][1].keys() == results[1][1].keys()

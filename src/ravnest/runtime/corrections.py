@@ -109,20 +109,25 @@ class Corrector:
     def lr_factor(self) -> float:
         return float((1 + self.delay) ** -self.correction.lr_discount)
 
-    def compute_weights(
-        self, new_master: Mapping[str, Tensor], old_master: Mapping[str, Tensor], out: Mapping[str, Tensor]
-    ) -> None:
-        """Write what the next window runs on to `out`, whose tensors may be those of `old_master`."""
+    def compute_weights(self, new_master: Mapping[str, Tensor], old_master: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the next window runs on, in the memory of `old_master` or in memory that it is exchanged for."""
         with torch.no_grad():
-            for name, new in new_master.items():
-                old, target = old_master[name].detach(), out[name].detach()
-                if not self._bend:
-                    torch.lerp(old, new.detach(), 1.0 + self._ahead, out=target)
-                    continue
-                step = new.detach() - old
-                before = self._steps.get(name, step)
-                torch.add(new.detach(), step, alpha=self._ahead + self._bend, out=target).sub_(before, alpha=self._bend)
-                self._steps[name] = step
+            if self._bend:
+                return {name: self._bent(name, new.detach(), old_master[name]) for name, new in new_master.items()}
+            ahead = 1.0 + self._ahead
+            return {
+                name: torch.lerp(old_master[name].detach(), new.detach(), ahead, out=old_master[name].detach())
+                for name, new in new_master.items()
+            }
+
+    def _bent(self, name: str, new: Tensor, old: Tensor) -> Tensor:
+        """`new + a*d + b*(d - d_before)`. The old weights' memory keeps d, and d_before's takes the result."""
+        step = torch.sub(new, old.detach(), out=old.detach())
+        before = self._steps.get(name)
+        self._steps[name] = step
+        if before is None:
+            return new + step * self._ahead
+        return torch.sub(new, before, alpha=self._bend, out=before).add_(step, alpha=self._ahead + self._bend)
 
     def adjust_gradient(
         self, gradients: Mapping[str, Tensor], master_now: Mapping[str, Tensor], compute_then: Mapping[str, Tensor]

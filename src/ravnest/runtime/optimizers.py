@@ -236,16 +236,26 @@ def embeddings(stage: Stage) -> frozenset[str]:
     return frozenset(s.target for s in stage.parameters if f"%{s.name}" in looked_up)
 
 
-def build(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, fallback_names: Collection[str] = ()) -> Stepper:
-    """The stepper for these parameters. `fallback_names` are further names (`embeddings(stage)`) not for Muon."""
-    return Stepper(optimizer, parameters, fallback_names)
+def build(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], *, fallback_names: Collection[str] = (), fused: bool = False
+) -> Stepper:
+    """The stepper for these parameters. `fallback_names` are further names (`embeddings(stage)`) not for Muon.
+
+    `fused` uses torch's fused kernels where it has them: several times faster, and rounded otherwise than its default.
+    """
+    return Stepper(optimizer, parameters, fallback_names, fused=fused)
 
 
 class Stepper:
     """Applies gradients to parameters, and keeps the optimizer's state by the parameters' names."""
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Mapping[str, Tensor], fallback_names: Collection[str] = ()
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Tensor],
+        fallback_names: Collection[str] = (),
+        *,
+        fused: bool = False,
     ) -> None:
         self.optimizer = optimizer
         # .data, not .detach(): a slot that shared the caller's version counter would count our steps as writes to it
@@ -255,7 +265,7 @@ class Stepper:
             name: _who_steps(optimizer, name, slot, fallback_names) for name, slot in self._slots.items()
         }
         self._torch = [
-            (part, _torch_optimizer(part, slots))
+            (part, _torch_optimizer(part, slots, fused=fused))
             for part in (optimizer, optimizer.fallback)
             if part is not None and (slots := [s for n, s in self._slots.items() if self._of[n] is part])
         ]
@@ -339,12 +349,14 @@ def _who_steps(optimizer: Optimizer, name: str, tensor: Tensor, fallback_names: 
     return optimizer.fallback if kept or any(fnmatchcase(name, p) for p in optimizer.fallback_names) else optimizer
 
 
-def _torch_optimizer(optimizer: Optimizer, slots: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _torch_optimizer(optimizer: Optimizer, slots: list[nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {k: _SETTINGS[optimizer.name][k](v) for k, v in optimizer.settings.items()}
     if "beta1" in settings or "beta2" in settings:
         settings["betas"] = (settings.pop("beta1", 0.9), settings.pop("beta2", 0.999))
     if settings.pop("match_rms", False):
         settings["adjust_lr_fn"] = "match_rms_adamw"
+    if fused and optimizer.name in ("Adam", "AdamW"):
+        settings["fused"] = True
     return _CLASSES[optimizer.name](slots, lr=optimizer.lr, **settings)  # type: ignore[call-arg]
 
 

@@ -47,7 +47,7 @@ class Versions:
             buffer = self._buffer()
             _copy(self.master, buffer)  # the old master, until the line after next
             apply(self.master)
-            self.corrector.compute_weights(self.master, buffer, out=buffer)
+            buffer = self.corrector.compute_weights(self.master, buffer)
         elif self.delay == 0:
             buffer = self.master
             self._live.clear()
