@@ -100,7 +100,7 @@ def plan_local(program: Program, optimizer: Optimizer, correction: Correction, w
     with _threads(wishes.threads):
         chain = chain_of(program, costs)
     # On one machine a byte over a cut costs processor time at both ends: a cheap cut is worth a little balance.
-    found = partition(Problem(chain=chain, nodes=tuple(_nodes(wishes)), memory=memory, tolerance=0.02))
+    found = partition(Problem(chain=chain, nodes=tuple(_nodes(wishes)), memory=memory, tolerance=0.03))
     depths = found.depths if wishes.accumulate or wishes.microbatch else [min(d, accumulate) for d in found.depths]
     chosen = rules(depths, accumulate, synchronous=wishes.synchronous, max_staleness=wishes.max_staleness)
     bounds = [0, *found.cuts, len(program.ops)]
