@@ -16,7 +16,7 @@ from ravnest.plan.fit import missing_bytes
 from tests.plan.instances import all_cuts, brute_force, link_seconds, problems, share, stage_seconds, want
 
 MB = 1_000_000
-SMALL = MemoryModel(base_bytes=0)
+SMALL = MemoryModel(base_bytes=0, correction_copies=1)
 
 
 @given(problem=problems())
