@@ -57,9 +57,9 @@ def turn(rivals: list[tuple[str, int]], *, quick: bool, number: int) -> dict[str
         ("two", lambda: rival("two", 4, steps)),
     ]
     jobs += [(f"{mode} {m}", lambda mode=mode, m=m: rival(mode, m, steps * 4 // m)) for mode, m in rivals]
-    jobs += [("ours", lambda: ours("local:2", "0,1", 16 if quick else 30))]
+    jobs += [("ours", lambda: ours("local:2", "0,1", 14 if quick else 22))]
     if not quick:
-        jobs += [("ours, 4 processes", lambda: ours("local:4", "0,1,0,1", 30))]
+        jobs += [("ours, 4 processes", lambda: ours("local:4", "0,1,0,1", 22))]
     found: dict[str, float] = {}
     for name, measure in jobs if number % 2 == 0 else reversed(jobs):
         result = measure()
@@ -79,8 +79,7 @@ def rival(mode: str, microbatches: int, steps: int) -> float:
 
 def ours(on: str, cores: str, steps: int) -> dict[str, float]:
     """A run of ours as a user makes it; the rate after the warm-up, from its own log."""
-    nodes = int(on.split(":")[1])
-    accumulate = nodes + 2
+    accumulate = 8  # microbatches per update, as the rivals' larger number
     job = Job(
         lambda: GPT(CONFIG),
         next_token_loss,
