@@ -19,7 +19,7 @@ LAYERS: dict[str, set[str]] = {
     "plan": {"core"},
     "runtime": {"core", "graph"},
     "rings": {"core", "net"},
-    "profile": {"core", "net"},
+    "profile": {"core", "net", "graph"},
     "coordinator": {"core", "net", "plan"},
     "node": {"core", "net", "graph", "plan", "runtime", "rings", "profile"},
     "dashboard": {"core", "coordinator"},

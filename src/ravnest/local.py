@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .core.errors import NotFinite, RavnestError
 from .core.messages import Evaluate, Forward
+from .core.schedule import Rule
 from .crew import Acknowledged, Crew, Reported
 from .data import Batches, pieces
 from .graph import Program, Stage, dump, stage_weights, write_weights
@@ -30,8 +31,7 @@ from .graph.weights import iterate_weights, replay
 from .node.orders import Assign, EndAfter, Evaluated, Lost, Ready, Save, Saved, Updated
 from .runtime.freight import Freight
 from .runtime.metrics import StageMetrics
-from .runtime.plan import roles
-from .runtime.schedule import Rule
+from .runtime.roles import roles
 from .runtime.settings import Settings
 
 __all__ = ["LocalRun", "Progress", "Work"]

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 
 from .core.config import config, require
+from .core.schedule import Rule, rules
 from .graph import Costs, Program, Stage, legal_cuts, measure_costs, split
 from .graph.program import refs
 from .graph.timing import measure_seconds
 from .plan import Chain, MemoryModel, Node, Problem, Storage, partition
 from .runtime.corrections import Correction, Corrector
 from .runtime.optimizers import Optimizer, state_bytes_per_parameter
-from .runtime.plan import rules
-from .runtime.schedule import Rule
 
 __all__ = ["LocalPlan", "StagePlan", "Wishes", "plan_local"]
 

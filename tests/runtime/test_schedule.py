@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ravnest.runtime.plan import rules
-from ravnest.runtime.schedule import Action, Rule, Schedule, grid
+from ravnest.core.schedule import Action, Rule, Schedule, grid, rules
 from tests.runtime.virtual import simulate
 
 times = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.0, 1.0, 2.0, 7.0])

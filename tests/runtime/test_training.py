@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from benchmarks import zoo
 from benchmarks.zoo import Case
+from ravnest.core.schedule import Rule, rules
 from ravnest.graph import Program, legal_cuts, trace
 from ravnest.runtime import corrections
 from ravnest.runtime.optimizers import SGD, AdamW, Muon, NAdam, Optimizer
-from ravnest.runtime.plan import rules
-from ravnest.runtime.schedule import Rule
 from ravnest.runtime.settings import Settings
 from tests.graph.pipeline import call
 from tests.runtime.pipe import pieces, train

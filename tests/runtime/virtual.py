@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ravnest.runtime.schedule import Action, Rule, Schedule
+from ravnest.core.schedule import Action, Rule, Schedule
 
 Seconds = Callable[[int, str], float]  # of (stage, kind of action)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from ..core.schedule import Rule
 from ..runtime.loop import Role
 from ..runtime.metrics import StageMetrics
-from ..runtime.schedule import Rule
 from ..runtime.settings import Settings
 
 __all__ = [

@@ -27,6 +27,7 @@ import torch
 
 from ..core.errors import LinkClosed, LinkError, RavnestError
 from ..core.messages import Backward, Data, Forward
+from ..core.schedule import Schedule
 from ..graph import Limits, Stage, initialise, load, read_weights, write_weights
 from ..graph.rehearse import rehearse_batch
 from ..net.link import LinkConfig
@@ -35,7 +36,6 @@ from ..net.unix import unix_link
 from ..runtime.freight import Freight, Freights
 from ..runtime.loop import Inbox, Loop, Wiring
 from ..runtime.metrics import StageMetrics
-from ..runtime.schedule import Schedule
 from ..runtime.trainer import Trainer, squares
 from ..runtime.windows import Windows
 from .orders import Assign, EndAfter, Evaluated, Failed, Lost, Orders, Ready, Save, Saved, Stop, Updated

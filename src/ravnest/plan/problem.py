@@ -33,14 +33,22 @@ class DoesNotFit(PlanError):
 
 @config
 class Node:
-    """`speed` relative to the machine on which the chain's seconds were measured; memory that a stage may use."""
+    """`speed` relative to the machine on which the chain's seconds were measured; memory that a stage may use.
+
+    What it sends (forward to the next stage, gradients to the one before) shares `up_bytes_per_s`, what it receives
+    `down_bytes_per_s`.
+    """
 
     speed: float = 1.0
     memory_bytes: float = inf
+    up_bytes_per_s: float = inf
+    down_bytes_per_s: float = inf
 
     def __post_init__(self) -> None:
         require(0 < self.speed < inf, f"a node's speed must be above 0, not {self.speed}")
         require(self.memory_bytes > 0, f"a node's memory must be above 0, not {self.memory_bytes}")
+        bandwidth = min(self.up_bytes_per_s, self.down_bytes_per_s)
+        require(bandwidth > 0, f"a node's bandwidth must be above 0, not {bandwidth}")
 
 
 @config

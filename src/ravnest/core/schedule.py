@@ -19,12 +19,14 @@ A forward waits while `depth` microbatches are in flight at this stage, or while
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal, NamedTuple
 
-from ..core.config import config, require
+from .config import config, require
 
-__all__ = ["Action", "Kind", "Rule", "Schedule", "grid"]
+__all__ = ["Action", "Kind", "Rule", "Schedule", "grid", "rules"]
 
 Kind = Literal["forward", "backward", "step", "evaluate", "wait"]
 _SIGNS = {"forward": "F", "backward": "B", "step": "S", "evaluate": "E", "wait": "-"}
@@ -53,6 +55,24 @@ class Rule:
     def live_versions(self) -> int:
         """How many versions of the weights exist at once, at the most."""
         return self.delay + 1
+
+
+def rules(
+    depths: Sequence[int], accumulate: int, *, synchronous: bool = False, max_staleness: int | None = None
+) -> list[Rule]:
+    """A rule for each stage, with the smallest delay that costs no bubble.
+
+    If a window holds all that is in flight it is one update, at the leaf too, so that every microbatch runs on one
+    version of the whole model. Else it is what each stage needs: (depth - 1) / accumulate. One stage alone needs none.
+    """
+
+    def delay(depth: int) -> int:
+        if synchronous or max(depths) == 1:
+            return 0
+        natural = 1 if accumulate >= max(depths) else ceil((depth - 1) / accumulate)
+        return natural if max_staleness is None else min(natural, max_staleness)
+
+    return [Rule(accumulate=accumulate, depth=depth, delay=delay(depth)) for depth in depths]
 
 
 @dataclass(frozen=True, slots=True)
