@@ -64,7 +64,7 @@ class Machine:
 
 @config
 class Fleet:
-    """Machines and what lies between them: another region is `far_s` away, a site's own network has `lan_bytes_per_s`."""
+    """Machines and what lies between them: another region is `far_s` away, a site's network has `lan_bytes_per_s`."""
 
     machines: tuple[Machine, ...]
     far_s: float = 0.04
@@ -92,6 +92,7 @@ class Fleet:
                 forward_bytes_per_s=self.lan_bytes_per_s,
                 backward_bytes_per_s=self.lan_bytes_per_s,
                 latency_s=self.lan_latency_s,
+                uses_line=False,
             )
         return Link(
             forward_bytes_per_s=min(a.up_bytes_per_s, b.down_bytes_per_s),

@@ -53,12 +53,16 @@ class Node:
 
 @config
 class Link:
-    """From a node to the next: bytes per second there (`forward`) and back; not `duplex` if the two take turns."""
+    """From a node to the next: bytes per second there (`forward`) and back; not `duplex` if the two take turns.
+
+    If it `uses_line`, it shares both ends' lines with their other links: see `Node`.
+    """
 
     forward_bytes_per_s: float = inf
     backward_bytes_per_s: float = inf
     latency_s: float = 0.0
     duplex: bool = True
+    uses_line: bool = True
 
     def __post_init__(self) -> None:
         bandwidth = min(self.forward_bytes_per_s, self.backward_bytes_per_s)
