@@ -19,7 +19,7 @@ from .plan import Chain, MemoryModel, Node, Problem, Storage, partition
 from .runtime.corrections import Correction, Corrector
 from .runtime.optimizers import Optimizer, state_bytes_per_parameter
 
-__all__ = ["LocalPlan", "StagePlan", "Wishes", "plan_local"]
+__all__ = ["LocalPlan", "StagePlan", "Wishes", "chain_of", "memory_model", "plan_local"]
 
 
 @config
@@ -88,14 +88,10 @@ def plan_local(program: Program, optimizer: Optimizer, correction: Correction, w
     accumulate = _accumulate(wishes)
     largest = -(-wishes.batch_size // accumulate)
     costs = measure_costs(program, largest)
-    memory = MemoryModel(
-        synchronous=wishes.synchronous or wishes.nodes == 1,
-        accumulate=accumulate,
-        correction_copies=Corrector(correction).extra_copies,
-        optimizer_ratio=state_bytes_per_parameter(optimizer) / 4,
-        gradient_copies=2 if optimizer.clip_norm is not None or program.ties else 1,
+    memory = memory_model(
+        program, optimizer, correction, synchronous=wishes.synchronous or wishes.nodes == 1, accumulate=accumulate,
         recompute=wishes.recompute,
-    )
+    )  # fmt: skip
     with _threads(wishes.threads):
         chain = chain_of(program, costs)
     # On one machine a byte over a cut costs processor time at both ends: a cheap cut is worth a little balance.
@@ -138,6 +134,26 @@ def _nodes(wishes: Wishes) -> Iterator[Node]:
     for i in range(wishes.nodes):
         memory = float("inf") if wishes.memory_bytes is None else wishes.memory_bytes[i]
         yield Node(speed=1.0 if wishes.speeds is None else wishes.speeds[i], memory_bytes=memory)
+
+
+def memory_model(
+    program: Program,
+    optimizer: Optimizer,
+    correction: Correction,
+    *,
+    synchronous: bool = False,
+    accumulate: int = 0,
+    recompute: bool = False,
+) -> MemoryModel:
+    """How a training of this program uses memory."""
+    return MemoryModel(
+        synchronous=synchronous,
+        accumulate=accumulate,
+        correction_copies=Corrector(correction).extra_copies,
+        optimizer_ratio=state_bytes_per_parameter(optimizer) / 4,
+        gradient_copies=2 if optimizer.clip_norm is not None or program.ties else 1,
+        recompute=recompute,
+    )
 
 
 def chain_of(program: Program, costs: Costs) -> Chain:
