@@ -59,9 +59,14 @@ links = st.builds(
     backward_bytes_per_s=st.sampled_from([5.0, 20.0, inf]),
     latency_s=st.sampled_from([0.0, 0.5]),
     duplex=st.booleans(),
+    uses_line=st.booleans(),
 )
 nodes = st.builds(
-    Node, speed=st.sampled_from([0.5, 1.0, 3.0]), memory_bytes=st.sampled_from([inf, 900.0, 400.0, 150.0])
+    Node,
+    speed=st.sampled_from([0.5, 1.0, 3.0]),
+    memory_bytes=st.sampled_from([inf, 900.0, 400.0, 150.0]),
+    up_bytes_per_s=st.sampled_from([inf, 20.0, 5.0]),
+    down_bytes_per_s=st.sampled_from([inf, 20.0, 5.0]),
 )
 
 
@@ -75,6 +80,7 @@ def problems(draw: st.DrawFn, *, given_depths: bool = True) -> Problem:
         links=tuple(draw(st.lists(links, min_size=num - 1, max_size=num - 1))),
         memory=draw(models),
         depths=tuple(draw(st.lists(st.integers(1, 4), min_size=num, max_size=num))) if given_depths else None,
+        max_depth=None if given_depths else draw(st.sampled_from([None, 1, 2, 3])),
         slack=draw(st.integers(0, 1)),
         tolerance=0.0,
     )
@@ -124,12 +130,32 @@ def link_seconds(problem: Problem, cuts: tuple[int, ...]) -> list[float]:
     return found
 
 
+def line_seconds(problem: Problem, cuts: tuple[int, ...]) -> list[tuple[float, float]]:
+    """Each node's upload and download."""
+    chain, wires, found = problem.chain, problem.wires, []
+    for j, node in enumerate(problem.nodes):
+        up = down = 0
+        if j > 0 and wires[j - 1].uses_line:
+            up += chain.backward_bytes[cuts[j - 1]]
+            down += chain.forward_bytes[cuts[j - 1]]
+        if j < len(cuts) and wires[j].uses_line:
+            up += chain.forward_bytes[cuts[j]]
+            down += chain.backward_bytes[cuts[j]]
+        found.append((up / node.up_bytes_per_s, down / node.down_bytes_per_s))
+    return found
+
+
 def want(problem: Problem, cuts: tuple[int, ...], depths: tuple[int, ...]) -> float:
     """By how much the worst stage is over its node's memory."""
     return max(
         stage_memory(share(problem.chain, a, b), depth, problem.memory).total - node.memory_bytes
         for (a, b), node, depth in zip(stretches(problem.chain, cuts), problem.nodes, depths, strict=True)
     )
+
+
+def bottleneck_s(problem: Problem, cuts: tuple[int, ...]) -> float:
+    lines = (seconds for both in line_seconds(problem, cuts) for seconds in both)
+    return max(*stage_seconds(problem, cuts), *link_seconds(problem, cuts), *lines)
 
 
 def all_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -140,7 +166,7 @@ def brute_force(problem: Problem, depths: tuple[int, ...]) -> tuple[float, int, 
     """The best bottleneck, then bytes over cuts, then sum of squares; None if nothing fits."""
     found = [
         (
-            max(*seconds, *link_seconds(problem, cuts), 0.0),
+            bottleneck_s(problem, cuts),
             sum(map(problem.chain.cut_bytes, cuts)),
             sum(s * s for s in seconds),
         )
@@ -149,3 +175,29 @@ def brute_force(problem: Problem, depths: tuple[int, ...]) -> tuple[float, int, 
         for seconds in [stage_seconds(problem, cuts)]
     ]
     return min(found, default=None)
+
+
+def least_interval_s(problem: Problem) -> float:
+    """The least interval of any cuts, each stage as deep as its memory and `max_depth` let it be; inf if none fits."""
+    return min((_interval_s(problem, cuts) for cuts in all_cuts(problem)), default=inf)
+
+
+def _interval_s(problem: Problem, cuts: tuple[int, ...]) -> float:
+    chain, num = problem.chain, len(problem.nodes)
+    seconds, slowest, trip = stage_seconds(problem, cuts), bottleneck_s(problem, cuts), 0.0
+    if want(problem, cuts, (1,) * num) > 0:
+        return inf
+    for j in reversed(range(num)):
+        if j < num - 1:
+            link, cut = problem.wires[j], cuts[j]
+            trip += chain.forward_bytes[cut] / link.forward_bytes_per_s
+            trip += chain.backward_bytes[cut] / link.backward_bytes_per_s + 2 * link.latency_s
+        trip += seconds[j]
+        start, stop = stretches(chain, cuts)[j]
+        fitting = [
+            depth
+            for depth in range(1, (problem.max_depth or 60) + 1)
+            if stage_memory(share(chain, start, stop), depth, problem.memory).total <= problem.nodes[j].memory_bytes
+        ]
+        slowest = max(slowest, trip / max(fitting))
+    return slowest

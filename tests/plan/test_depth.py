@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.plan import LinkSeconds, depths, interval_s
+from ravnest.plan import LineSeconds, LinkSeconds, depths, interval_s
 
 SECONDS = st.floats(0.001, 10)
 
@@ -29,6 +29,18 @@ def test_latency_lengthens_the_trip_but_not_the_interval() -> None:
 def test_a_slow_link_lengthens_both() -> None:
     assert depths([1.0, 1.0], [LinkSeconds(4.0, 4.0)], slack=0) == (3, 1)
     assert depths([1.0, 1.0], [LinkSeconds(4.0, 4.0, duplex=False)], slack=0) == (2, 1)
+
+
+def test_a_slow_line_lengthens_the_interval_alone() -> None:
+    assert depths([1.0, 1.0, 1.0], slack=0) == (3, 2, 1)
+    lines = [LineSeconds(), LineSeconds(up_s=2.0), LineSeconds(down_s=1.0)]
+    assert depths([1.0, 1.0, 1.0], line_seconds=lines, slack=0) == (2, 1, 1)
+    assert interval_s([1.0, 1.0, 1.0], [], (2, 1, 1), lines) == 2.0
+
+
+def test_a_cap() -> None:
+    assert depths([1.0] * 5, slack=1, max_depth=3) == (3, 3, 3, 3, 1)
+    assert interval_s([1.0] * 5, [], (3, 3, 3, 3, 1)) == 5 / 3
 
 
 def test_nothing_takes_time() -> None:

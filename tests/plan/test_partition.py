@@ -13,7 +13,17 @@ from hypothesis import given, settings
 
 from ravnest.plan import Chain, DoesNotFit, Link, MemoryModel, Node, Problem, Storage, TooManyNodes, depths, partition
 from ravnest.plan.fit import missing_bytes
-from tests.plan.instances import all_cuts, brute_force, link_seconds, problems, share, stage_seconds, want
+from tests.plan.instances import (
+    all_cuts,
+    brute_force,
+    least_interval_s,
+    line_seconds,
+    link_seconds,
+    problems,
+    share,
+    stage_seconds,
+    want,
+)
 
 MB = 1_000_000
 SMALL = MemoryModel(base_bytes=0, correction_copies=1)
@@ -30,9 +40,10 @@ def test_it_is_the_best_there_is(problem: Problem) -> None:
         return
     found = partition(problem)
     assert found.bottleneck_s == pytest.approx(best[0])
-    assert found.bottleneck_s == max(*found.stage_seconds, *(s.interval_s for s in found.link_seconds), 0.0)
     assert list(found.stage_seconds) == pytest.approx(stage_seconds(problem, found.cuts))
     assert [s.interval_s for s in found.link_seconds] == pytest.approx(link_seconds(problem, found.cuts))
+    for line, expected in zip(found.line_seconds, line_seconds(problem, found.cuts), strict=True):
+        assert tuple(line) == pytest.approx(expected)
     assert sum(map(problem.chain.cut_bytes, found.cuts)) == best[1]
     assert sum(s * s for s in found.stage_seconds) == pytest.approx(best[2])
     check(problem, found.cuts, found.depths)
@@ -59,14 +70,14 @@ def test_depths_that_are_not_given_are_found(problem: Problem) -> None:
         assert brute_force(problem, (1,) * len(problem.nodes)) is None
         return
     check(problem, found.cuts, found.depths)
-    wanted = depths(found.stage_seconds, found.link_seconds, slack=problem.slack)
+    wanted = depths(
+        found.stage_seconds, found.link_seconds, found.line_seconds, slack=problem.slack, max_depth=problem.max_depth
+    )
     assert all(d <= w for d, w in zip(found.depths, wanted, strict=True))
     assert found.interval_s >= found.bottleneck_s
-    if found.depths == wanted:
+    if found.depths == wanted and problem.max_depth is None:
         assert found.interval_s == pytest.approx(found.bottleneck_s)
-    best = brute_force(problem, problem.assumed_depths)
-    if best is not None and found.depths == wanted == problem.assumed_depths:
-        assert found.bottleneck_s == pytest.approx(best[0])
+    assert found.interval_s == pytest.approx(least_interval_s(problem), rel=1e-5)
 
 
 @given(problem=problems())
@@ -173,6 +184,33 @@ def test_given_depths_that_do_not_fit() -> None:
     assert "too few microbatches are in flight" in found.reason
 
 
+def test_a_slow_upload_is_shared_by_both_neighbours_and_the_reason_says_so() -> None:
+    chain = chain_of(9)
+    nodes = (Node(), Node(up_bytes_per_s=10.0), Node())
+    found = partition(Problem(chain=chain, nodes=nodes))
+    assert found.line_seconds[1].up_s == found.interval_s == 20.0  # 100 bytes each way at 10 bytes a second
+    assert "the upload of stage 1 is the slowest, 20.00 s per microbatch at 10 B/s" in found.reason
+    at_the_end = partition(Problem(chain=chain, nodes=(nodes[1], nodes[0], nodes[2])))
+    assert at_the_end.interval_s == 10.0
+    on_one_site = partition(Problem(chain=chain, nodes=nodes, links=(Link(uses_line=False),) * 2))
+    assert on_one_site.interval_s == 9.0
+
+
+def test_a_cap_on_depth_counts_and_the_reason_says_so() -> None:
+    nodes, links = (Node(),) * 3, (Link(latency_s=3.0),) * 2
+    free = partition(Problem(chain=chain_of(9), nodes=nodes, links=links))
+    assert (free.interval_s, free.depths[0]) == (9.0, 6)
+    capped = partition(Problem(chain=chain_of(9), nodes=nodes, links=links, max_depth=2))
+    assert capped.depths == (2, 2, 1)
+    assert capped.interval_s == (27 + 12) / 2
+    assert "no more than 2 may be" in capped.reason
+
+
+def test_a_cap_on_depth_makes_a_fast_node_worth_more_than_balance() -> None:
+    problem = Problem(chain=chain_of(8), nodes=(Node(), Node(speed=3.0)), max_depth=1)
+    assert partition(problem).cuts == (1,)
+
+
 def test_a_node_too_small_for_anything_is_better_left_out() -> None:
     nodes = (Node(memory_bytes=1000 * MB), Node(memory_bytes=10), Node(memory_bytes=1000 * MB))
     with pytest.raises(DoesNotFit, match="without the smallest node"):
@@ -231,10 +269,19 @@ def test_fewer_places_lose_little() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"nodes": ()}, {"links": (Link(),) * 3}, {"depths": (1,)}, {"depths": (0, 1)}, {"slack": -1}, {"tolerance": 1.0}],
+    [
+        {"nodes": ()},
+        {"links": (Link(),) * 3},
+        {"depths": (1,)},
+        {"depths": (0, 1)},
+        {"slack": -1},
+        {"tolerance": 1.0},
+        {"max_depth": 0},
+        {"max_depth": 2, "depths": (1, 1)},
+    ],
 )
 def test_nonsense_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"must|need|have|least"):
+    with pytest.raises(ValueError, match=r"must|need|have|least|not both"):
         replace(Problem(chain=chain_of(3), nodes=(Node(), Node())), **changes)
 
 

@@ -6,7 +6,7 @@ plan.cuts, plan.depths, plan.memory, plan.interval_s, plan.reason
 """
 
 from .chain import Chain, Storage
-from .depth import LinkSeconds, depths, interval_s
+from .depth import LineSeconds, LinkSeconds, depths, interval_s
 from .fit import missing_bytes
 from .memory import MemoryModel, Share, StageMemory, stage_memory
 from .partition import Partition, partition
@@ -16,6 +16,6 @@ __all__ = [
     "Chain", "Storage",
     "Problem", "Node", "Link", "Partition", "partition", "missing_bytes",
     "MemoryModel", "Share", "StageMemory", "stage_memory",
-    "LinkSeconds", "depths", "interval_s",
+    "LineSeconds", "LinkSeconds", "depths", "interval_s",
     "PlanError", "DoesNotFit", "TooManyNodes",
 ]  # fmt: skip

@@ -4,11 +4,11 @@ A microbatch that stage j starts comes back to it, and leaves it, after the roun
 more leaves in every interval of the slowest part. To fill the trip, and no more (each one only adds staleness):
 
     depth_j = ceil(trip_j / interval) + slack,   trip_j = seconds_j + there and back over link j + trip_{j+1}
-    interval = max(all stages' seconds, all links' seconds)
+    interval = max(all stages' seconds, all links' seconds, all lines' seconds)
 
 With N equal stages and quick links that is N - j + 1 for j = 1..N. The leaf turns round at once: 1. `slack` covers
-what times vary by; a stage that is not the leaf gets it. With fewer in flight, a microbatch is done only every
-max(interval, trip_j / depth_j).
+what times vary by; a stage that is not the leaf gets it. With fewer in flight (`max_depth`, or want of memory), a
+microbatch is done only every max(interval, trip_j / depth_j).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..core.config import require
 
-__all__ = ["LinkSeconds", "depths", "interval_s"]
+__all__ = ["LineSeconds", "LinkSeconds", "bottleneck_s", "depths", "interval_s", "needed_depth"]
 
 _ROUNDING = 1e-9  # sums of floats: 3.0000000000000004 is 3
 
@@ -42,31 +42,71 @@ class LinkSeconds(NamedTuple):
         return self.forward_s + self.backward_s + 2 * self.latency_s
 
 
+class LineSeconds(NamedTuple):
+    """One microbatch over a node's own line: all that the node sends, and all that it receives."""
+
+    up_s: float = 0.0
+    down_s: float = 0.0
+
+    @property
+    def interval_s(self) -> float:
+        """How often a microbatch can pass."""
+        return max(self.up_s, self.down_s)
+
+
 def depths(
-    stage_seconds: Sequence[float], link_seconds: Sequence[LinkSeconds] = (), *, slack: int = 1
+    stage_seconds: Sequence[float],
+    link_seconds: Sequence[LinkSeconds] = (),
+    line_seconds: Sequence[LineSeconds] = (),
+    *,
+    slack: int = 1,
+    max_depth: int | None = None,
 ) -> tuple[int, ...]:
-    """Microbatches in flight per stage, root first; without `link_seconds` links take no time."""
+    """Microbatches in flight per stage, root first; links and lines that are not given take no time."""
     require(slack >= 0, f"slack must be 0 or more, not {slack}")
-    interval, trips = _interval_and_trips(stage_seconds, link_seconds)
-    filled = [max(1, ceil(trip / interval - _ROUNDING)) if interval else 1 for trip in trips]
-    return (*(depth + slack for depth in filled[:-1]), 1)
+    require(max_depth is None or max_depth >= 1, f"max_depth must be at least 1, not {max_depth}")
+    interval, trips = _interval_and_trips(stage_seconds, link_seconds, line_seconds)
+    most = inf if max_depth is None else max_depth
+    filled = [needed_depth(trip, interval) for trip in trips]
+    return (*(int(min(depth + slack, most)) for depth in filled[:-1]), 1)
 
 
-def interval_s(stage_seconds: Sequence[float], link_seconds: Sequence[LinkSeconds], in_flight: Sequence[int]) -> float:
+def needed_depth(trip_s: float, every_s: float) -> int:
+    """Microbatches in flight that fill a trip, if one is done that often."""
+    return max(1, ceil(trip_s / every_s - _ROUNDING)) if every_s else 1
+
+
+def interval_s(
+    stage_seconds: Sequence[float],
+    link_seconds: Sequence[LinkSeconds],
+    in_flight: Sequence[int],
+    line_seconds: Sequence[LineSeconds] = (),
+) -> float:
     """Seconds from one microbatch to the next with so many in flight per stage."""
-    interval, trips = _interval_and_trips(stage_seconds, link_seconds)
+    interval, trips = _interval_and_trips(stage_seconds, link_seconds, line_seconds)
     filling = max(trip / depth for trip, depth in zip(trips, in_flight, strict=True))
     return filling if filling > interval * (1 + _ROUNDING) else interval
 
 
+def bottleneck_s(
+    stage_seconds: Sequence[float], link_seconds: Sequence[LinkSeconds], line_seconds: Sequence[LineSeconds]
+) -> float:
+    """Seconds of the slowest stage, link or line."""
+    return max(
+        0.0, *stage_seconds, *(link.interval_s for link in link_seconds), *(line.interval_s for line in line_seconds)
+    )
+
+
 def _interval_and_trips(
-    stage_seconds: Sequence[float], link_seconds: Sequence[LinkSeconds]
+    stage_seconds: Sequence[float], link_seconds: Sequence[LinkSeconds], line_seconds: Sequence[LineSeconds]
 ) -> tuple[float, list[float]]:
     """Seconds of the slowest part, and from each stage's forward to the end of its own backward."""
-    require(len(stage_seconds) >= 1, "there is at least one stage")
-    links = list(link_seconds) or [LinkSeconds(0.0, 0.0)] * (len(stage_seconds) - 1)
-    require(len(links) == len(stage_seconds) - 1, f"{len(stage_seconds)} stages have {len(stage_seconds) - 1} links")
-    interval = max(*stage_seconds, *(link.interval_s for link in links), 0.0)
+    num = len(stage_seconds)
+    require(num >= 1, "there is at least one stage")
+    links = list(link_seconds) or [LinkSeconds(0.0, 0.0)] * (num - 1)
+    require(len(links) == num - 1, f"{num} stages have {num - 1} links, not {len(links)}")
+    require(len(line_seconds) in (0, num), f"{num} stages have {num} lines, not {len(line_seconds)}")
+    interval = bottleneck_s(stage_seconds, links, line_seconds)
     require(min(stage_seconds) >= 0 and interval < inf, "seconds must be finite and 0 or more")
     trips = [stage_seconds[-1]]
     for seconds, link in zip(reversed(stage_seconds[:-1]), reversed(links), strict=True):

@@ -82,8 +82,8 @@ class Link:
 class Problem:
     """Nodes in the order of their stages, root first, and the links between neighbours (none given: no limits).
 
-    `depths` are the microbatches in flight for which there must be memory; None: as many as leave no bubble.
-    Bottlenecks within `tolerance` of the best count as equal. At most `max_places` cuts are compared.
+    `depths` are the microbatches in flight for which there must be memory; None: as many as leave no bubble, but at
+    most `max_depth`. Bottlenecks within `tolerance` of the best count as equal. At most `max_places` cuts are compared.
     """
 
     chain: Chain
@@ -91,6 +91,7 @@ class Problem:
     links: tuple[Link, ...] = ()
     memory: MemoryModel = MemoryModel()
     depths: tuple[int, ...] | None = None
+    max_depth: int | None = None
     slack: int = 1
     tolerance: float = 0.01
     max_places: int = 512
@@ -101,6 +102,8 @@ class Problem:
         require(len(self.links) in (0, num - 1), f"{num} nodes in a row have {num - 1} links, not {len(self.links)}")
         require(self.depths is None or len(self.depths) == num, f"{num} nodes need {num} depths, not {self.depths}")
         require(self.depths is None or min(self.depths) >= 1, f"depths must be at least 1, not {self.depths}")
+        require(self.max_depth is None or self.max_depth >= 1, f"max_depth must be at least 1, not {self.max_depth}")
+        require(self.max_depth is None or self.depths is None, "give depths or max_depth, not both")
         require(self.slack >= 0, f"slack must be 0 or more, not {self.slack}")
         require(0 <= self.tolerance < 1, f"tolerance must be from 0 to 1, not {self.tolerance}")
         require(self.max_places >= 4, f"max_places must be at least 4, not {self.max_places}")
@@ -114,9 +117,3 @@ class Problem:
     def num_places(self) -> int:
         """How many cuts to compare: never so few that nodes go without."""
         return max(self.max_places, 4 * len(self.nodes))
-
-    @property
-    def assumed_depths(self) -> tuple[int, ...]:
-        """The given depths, or those of equal stages and quick links."""
-        num = len(self.nodes)
-        return self.depths or (*(num - j + self.slack for j in range(num - 1)), 1)
