@@ -36,6 +36,9 @@ def test_commands_and_flags() -> None:
     }
     assert flags == {
         "demo": ["--debug", "--folder", "--nodes", "--seed", "--steps"],
+        "profile": [
+            "--debug", "--json", "--max-upload", "--memory", "--name", "--peer", "--serve", "--threads", "job",
+        ],
         "train": [
             "--accumulate", "--autocast", "--compression", "--cores", "--debug", "--epochs", "--folder", "--local",
             "--max-staleness", "--memory", "--microbatch", "--mode", "--recompute", "--seed", "--steps", "--threads",

@@ -26,6 +26,7 @@ from .graph import trace
 from .graph.batch import batch_size_of, flatten, split_batch
 from .local import LocalRun, Progress, Work
 from .localplan import LocalPlan, Wishes, plan_local
+from .profile.mix import Workload
 from .runtime import corrections
 from .runtime.corrections import Correction
 from .runtime.metrics import StageMetrics
@@ -159,10 +160,19 @@ class Job:
             shown.close()
         return Run(folder, plan, run.losses, run.evaluations, dict(run.progress.stages), run.progress.samples_per_s)
 
+    def workload(self) -> Workload:
+        """Its program, at the size of a microbatch: what a machine's speed can be measured on."""
+        example, how = Batches(self.data).first, self.training
+        size = self._batch_size(example)
+        parts = how.accumulate or how.num_nodes + 1
+        return Workload(trace(self.model, self.loss, example), min(size, how.microbatch or -(-size // parts)))
+
+    def _batch_size(self, example: Any) -> int:
+        return batch_size_of(flatten(split_batch(example, self.loss is not None), "batch")[1])
+
     def _wishes(self, how: Training, example: Any) -> Wishes:
-        leaves = flatten(split_batch(example, self.loss is not None), "batch")[1]
         return Wishes(
-            nodes=how.num_nodes, batch_size=batch_size_of(leaves), accumulate=how.accumulate,
+            nodes=how.num_nodes, batch_size=self._batch_size(example), accumulate=how.accumulate,
             microbatch=how.microbatch, synchronous=how.mode == "sync", max_staleness=how.max_staleness,
             memory_bytes=how.memory_bytes, recompute=how.recompute, threads=how.num_threads,
             speeds=None if (cores := how.core_of) is None else tuple(1 / cores.count(core) for core in cores),

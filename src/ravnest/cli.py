@@ -87,6 +87,37 @@ def train(
 
 
 @app.command()
+def profile(
+    job: Annotated[Path | None, typer.Argument(help="A job file, to measure the speed on its own model.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Lend no more memory than this, such as 4GB.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Lend so many processor cores.")] = None,
+    max_upload: Annotated[str | None, typer.Option(help="Send no faster than this, such as 10 Mbit/s.")] = None,
+    peer: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Measure the line to a machine that runs --serve.")
+    ] = None,
+    serve: Annotated[
+        str | None, typer.Option(metavar="[HOST]:PORT", help="Answer those who measure with --peer; until Ctrl-C.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What to call this machine; by default its host name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine: memory, training speed, and the line to another. Takes under 15 seconds.
+
+    Example: `ravnest profile --serve :7710` on one machine, `ravnest profile --peer attic:7710` on another
+    """
+    from .profile.command import Asked, answer_peers, measured
+
+    asked = Asked(memory=memory, threads=threads, max_upload=max_upload, peer=peer, serve=serve, name=name)
+    if serve is not None:
+        answer_peers(asked)
+    else:
+        from .jobfile import load_job
+
+        measured(asked, None if job is None else load_job(job).job.workload, as_json=as_json)
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 400,
     nodes: Annotated[int, typer.Option(min=1, max=16, help="How many processes share the model.")] = 3,
