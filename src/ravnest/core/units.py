@@ -54,5 +54,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _three(number: float) -> str:
-    """About three digits, without an exponent: 0.0123, 1.23, 12.3, 123, 1234."""
-    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
+    """About three digits, without an exponent, which the readers above do not take: 0.0123, 1.23, 123, 1234."""
+    if abs(number) >= 100:
+        return f"{number:.0f}"
+    return f"{number:.3g}" if abs(number) >= 1e-4 else "0"

@@ -1,0 +1,94 @@
+"""Who would do what on a fleet of PCs: a job and a node file become a question for the planner. Nothing is trained.
+
+The job is traced, and its ops are timed on this machine. Node files give speeds in GFLOP/s, so what counts is this
+machine's own speed at this very program, by the convention of `ravnest profile`:
+
+    speed of a node = its GFLOP/s / ours        ours = FLOPs of forward and backward / seconds measured here
+
+A moment in which this machine is slow makes seconds and speeds larger alike, and cancels out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+
+from .api import Job
+from .graph import Cutter, Program, Value, measure_costs
+from .graph.program import num_bytes, resolve_dim
+from .localplan import chain_of, memory_model
+from .nodefile import NodeFile
+from .plan import Chain
+from .plan.fleet import Task
+
+__all__ = ["FleetQuestion", "compressed", "fleet_question", "sent_bytes"]
+
+
+@dataclass(frozen=True)
+class FleetQuestion:
+    """What to plan, and what was found on the way: FLOPs of a microbatch, and this machine's speed."""
+
+    task: Task
+    microbatch_flops: int
+    reference_gflops: float
+
+
+def fleet_question(
+    job: Job,
+    nodes: NodeFile,
+    *,
+    num_spares: int = 0,
+    whole: bool = False,
+    say: Callable[[str], None] = lambda what: None,
+) -> FleetQuestion:
+    """Trace the job, time it here, and put the question. With `whole` one machine may hold the whole model.
+
+    `job.training` says how to train; without `accumulate`, an update takes as many microbatches as are in flight.
+    """
+    how = job.training
+    say("tracing the model")
+    work = job.workload()
+    say(f"timing its {len(work.program.ops)} operations on this machine")
+    costs = measure_costs(work.program, work.batch)
+    chain = chain_of(work.program, costs)
+    flops = costs.flops(0, len(costs.ops))
+    gflops = max(flops, 1) / max(sum(chain.forward_s) + sum(chain.backward_s), 1e-9) / 1e9
+    accumulate = how.accumulate or 0
+    memory = memory_model(
+        work.program, job.optimizer, how.correction, accumulate=accumulate, recompute=how.recompute
+    )  # fmt: skip
+    task = Task(
+        chain=compressed(chain, work.program, work.batch, how.compression),
+        fleet=nodes.fleet(gflops),
+        memory=memory,
+        microbatch=work.batch,
+        accumulate=accumulate,
+        max_staleness=how.max_staleness or 1,
+        min_stages=1 if whole else 2,
+        num_spares=num_spares,
+    )
+    return FleetQuestion(task, flops, gflops)
+
+
+def compressed(chain: Chain, program: Program, batch: int, compression: str) -> Chain:
+    """The chain with the bytes over its cuts as they are sent."""
+    if compression == "none":
+        return chain
+    cutter = Cutter(program)
+    forward, backward = list(chain.forward_bytes), list(chain.backward_bytes)
+    for cut in chain.cuts:
+        crossing = cutter.crossing(cut)
+        forward[cut] = sum(sent_bytes(value, batch, compression) for value in crossing)
+        backward[cut] = sum(sent_bytes(value, batch, compression) for value in crossing if value.grad)
+    return replace(chain, forward_bytes=tuple(forward), backward_bytes=tuple(backward))
+
+
+def sent_bytes(value: Value, batch: int, compression: str) -> int:
+    """What a value takes on a link: `runtime.freight` compresses floats that have a gradient."""
+    if compression == "none" or not value.grad or value.dtype != "float32" or not value.shape:
+        return num_bytes(value, batch)
+    shape = [resolve_dim(d, batch) for d in value.shape]
+    if compression == "bf16":
+        return 2 * prod(shape)
+    return prod(shape) + 4 * prod(shape[:-1])  # int8, and a float scale per row
