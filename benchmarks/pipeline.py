@@ -33,6 +33,7 @@ from ravnest.net.tls import dial_tls, listen_tls
 from ravnest.net.unix import unix_pair
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+ACCUMULATE = 8  # microbatches per update of ours, of one process and of two; the rivals' larger number
 WARM_UP = 6  # steps of ours that do not count
 
 
@@ -53,8 +54,8 @@ def turn(rivals: list[tuple[str, int]], *, quick: bool, number: int) -> dict[str
     """Everybody once; the order changes from turn to turn."""
     steps = 6 if quick else 8
     jobs: list[tuple[str, Any]] = [
-        ("single", lambda: rival("single", 4, steps)),
-        ("two", lambda: rival("two", 4, steps)),
+        ("single", lambda: rival("single", ACCUMULATE, steps // 2)),
+        ("two", lambda: rival("two", ACCUMULATE, steps // 2)),
     ]
     jobs += [(f"{mode} {m}", lambda mode=mode, m=m: rival(mode, m, steps * 4 // m)) for mode, m in rivals]
     jobs += [("ours", lambda: ours("local:2", "0,1", 14 if quick else 22))]
@@ -79,26 +80,25 @@ def rival(mode: str, microbatches: int, steps: int) -> float:
 
 def ours(on: str, cores: str, steps: int) -> dict[str, float]:
     """A run of ours as a user makes it; the rate after the warm-up, from its own log."""
-    accumulate = 8  # microbatches per update, as the rivals' larger number
     job = Job(
         lambda: GPT(CONFIG),
         next_token_loss,
-        [batch(accumulate, seed) for seed in range(4)],
+        [batch(ACCUMULATE, seed) for seed in range(4)],
         optimizer=ravnest.AdamW(LR),
     )
     folder = Path(tempfile.mkdtemp(prefix="ravnest-bench-"))
     try:
-        run = job.train(Training(steps=steps, on=on, cores=cores, accumulate=accumulate, folder=folder / "run"))
+        run = job.train(Training(steps=steps, on=on, cores=cores, accumulate=ACCUMULATE, folder=folder / "run"))
         lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-        return {"": rate(lines, accumulate), **account(run, lines)}
+        return {"": rate(lines), **account(run, lines)}
     finally:
         shutil.rmtree(folder)
 
 
-def rate(lines: list[dict[str, Any]], accumulate: int) -> float:
+def rate(lines: list[dict[str, Any]]) -> float:
     """Samples per second between the warm-up and the last window but one (then the pipe drains)."""
     first, last = lines[WARM_UP - 1], lines[-2]
-    return float((last["step"] - first["step"]) * accumulate * SEQUENCES / (last["seconds"] - first["seconds"]))
+    return float((last["step"] - first["step"]) * ACCUMULATE * SEQUENCES / (last["seconds"] - first["seconds"]))
 
 
 def account(run: Run, lines: list[dict[str, Any]]) -> dict[str, float]:

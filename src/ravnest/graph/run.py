@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .linear import linear
 from .ops import ALLOWED, LITERAL, SYM, TRUNC_NORMAL, needs_device, resolve, schema_of, train_flags
 from .program import DTYPES, Arg, Op, Stage, refs
 
@@ -69,12 +70,16 @@ def decode(atom: Any, device: torch.device) -> Any:
 
 
 class Runner:
-    """A stage ready to run on a device. Holds no weights: they come with each call."""
+    """A stage ready to run on a device. Holds no weights: they come with each call.
 
-    def __init__(self, stage: Stage, device: torch.device | str = "cpu") -> None:
+    If `quick`, its results need not have the bits of plain PyTorch: see `linear`.
+    """
+
+    def __init__(self, stage: Stage, device: torch.device | str = "cpu", *, quick: bool = False) -> None:
         self.stage = stage
         self.device = torch.device(device)
-        self._compiled = {True: _Compiler(stage, self.device, training=True)}
+        self.quick = quick
+        self._compiled = {True: _Compiler(self, training=True)}
         self._state = [(s.target, i) for i, s in enumerate(stage.state)]
 
     def __call__(self, state: Mapping[str, Tensor], inputs: Sequence[Any], *, training: bool = True) -> tuple[Any, ...]:
@@ -83,7 +88,7 @@ class Runner:
         Buffers that the model updates are written in place when training and left alone when not.
         """
         if training not in self._compiled:
-            self._compiled[training] = _Compiler(self.stage, self.device, training=training)
+            self._compiled[training] = _Compiler(self, training=training)
         compiled = self._compiled[training]
         env = compiled.template.copy()
         for target, place in self._state:
@@ -138,8 +143,9 @@ def _execute(instructions: Sequence[_Instruction], env: list[Any]) -> None:
 class _Compiler:
     """Gives every value, constant and list a place in the environment and turns ops into instructions."""
 
-    def __init__(self, stage: Stage, device: torch.device, *, training: bool) -> None:
-        self.device = device
+    def __init__(self, runner: Runner, *, training: bool) -> None:
+        stage, self.device = runner.stage, runner.device
+        self.functions: dict[str, Callable[..., Any]] = {"aten.linear.default": linear} if runner.quick else {}
         self.template: list[Any] = [None] * (len(stage.state) + len(stage.inputs))
         self.place_of: dict[str, int] = {}
         for i, name in enumerate([*(s.name for s in stage.state), *(v.name for v in stage.inputs)]):
@@ -170,9 +176,10 @@ class _Compiler:
         places = [self._argument(arg, built) for arg in (*op.args, *(keywords[key] for key in named))]
         outs = [self._result(out) for out in op.outs]
         single = returns_one(op.op)
+        function = self.functions.get(op.op) or resolve(op.op)
         void = () if all(op.outs) else (self._void,)
         return _Instruction(
-            function=_by_name(resolve(op.op), named) if named else resolve(op.op),
+            function=_by_name(function, named) if named else function,
             get=_getter(places),
             kwargs={key: decode(arg, self.device) for key, arg in keywords.items() if key not in named},
             built=tuple(built),

@@ -141,7 +141,7 @@ class _Sample:
         self.seconds = OpSeconds(min(now.forward_s, before.forward_s), min(now.backward_s, before.backward_s))
 
     def _least(self) -> tuple[float, float]:
-        runner = Runner(_stage_of((self.op,), len(self.looks)))
+        runner = Runner(_stage_of((self.op,), len(self.looks)), quick=True)
         leaves = [_make_up(look, _rows(self.op, self.looks)) for look in self.looks]
         forward_s = backward_s = inf
         for _ in range(_RUNS):

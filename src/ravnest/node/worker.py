@@ -38,6 +38,7 @@ from ..runtime.loop import Inbox, Loop, Wiring
 from ..runtime.metrics import StageMetrics
 from ..runtime.trainer import Trainer, squares
 from ..runtime.windows import Windows
+from .allocator import keep_freed_memory
 from .orders import Assign, EndAfter, Evaluated, Failed, Lost, Orders, Ready, Save, Saved, Stop, Updated
 from .ports import Port, Wall
 
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--before", type=int, required=True)
     parser.add_argument("--after", type=int)
     options = parser.parse_args()
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()

@@ -40,11 +40,9 @@ class Trainer:
             n: t.to(self.device) for n, t in state.items() if n not in self.versions.master
         }  # buffers and frozen parameters
         self._lent = _Lent(stage)
-        # Without a delay a run is to have the bits of plain PyTorch; else torch's fused kernels save time.
-        self.stepper = build(
-            settings.optimizer, self.versions.master, fallback_names=embeddings(stage), fused=delay > 0
-        )
-        self._runner = Runner(stage, self.device)
+        quick = delay > 0  # without a delay a run is to have the bits of plain PyTorch
+        self.stepper = build(settings.optimizer, self.versions.master, fallback_names=embeddings(stage), fused=quick)
+        self._runner = Runner(stage, self.device, quick=quick)
         self._draws = any(is_random(op.op) for op in stage.ops)
         self._tapes: dict[int, tuple[Tape, float]] = {}
         self._written = [s.target for s in stage.buffers if s.mutated]
