@@ -1,0 +1,103 @@
+"""Ten thousand nodes on a virtual clock: how long it takes, and whether the planner's prediction holds there.
+
+A thousand uneven home PCs are planned for a GPT, and the plan is there ten times over, with other names. Every cluster
+is simulated by itself, event by event, with the runtime's schedule at each stage: nothing is simulated once and counted
+ten times. Machines leave and come back as their reliability says, wherever they are.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from benchmarks.fleets import gpt_chain, home_pcs
+from benchmarks.report import Report, arguments
+from ravnest.plan.faults import draw_faults
+from ravnest.plan.fleet import ClusterPlan, FleetPlan, Idle, Machine, Task
+from ravnest.plan.form import form
+from ravnest.plan.outcome import Simulation
+from ravnest.plan.simulate import simulate
+
+VIRTUAL_S = 600.0
+MICROBATCH = 2
+SPARES = 0.02  # of all machines
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    report = Report("a fleet on a virtual clock, one core")
+    add_simulation(report, quick=options.quick)
+    report.finish(options.json)
+
+
+def add_simulation(report: Report, *, quick: bool) -> None:
+    """The rows and checks of one fleet without and with failures."""
+    num_planned, times = (250, 2) if quick else (1000, 10)
+    task, plan = planned(num_planned)
+    undisturbed, seconds = timed(task, plan)
+    report.rows.append(row(task, plan, undisturbed, seconds))
+    task, plan = repeated(task, plan, times)
+    failing, seconds = timed(task, plan, faults=True)
+    report.rows.append(row(task, plan, failing, seconds))
+    num = len(task.fleet.machines)
+    report.check(f"seconds for {num:,} nodes", seconds, f"<= {60 * num / 10_000:g}")
+    off = abs(undisturbed.steady_samples_per_s * times / plan.samples_per_s - 1)
+    report.check("|simulated / predicted samples/s - 1|, no failures", off, "<= 0.05")
+    totals = failing.totals
+    unaccounted = totals.fed - totals.trained - totals.lost - totals.in_flight
+    report.check("microbatches not accounted for, with failures", unaccounted, "== 0")
+
+
+def planned(num: int) -> tuple[Task, FleetPlan]:
+    task = Task(
+        chain=gpt_chain(microbatch=MICROBATCH),
+        fleet=home_pcs(num, seed=1),
+        microbatch=MICROBATCH,
+        num_spares=round(SPARES * num),
+    )
+    return task, form(task)
+
+
+def timed(task: Task, plan: FleetPlan, *, faults: bool = False) -> tuple[Simulation, float]:
+    trace = draw_faults(task.fleet, VIRTUAL_S, repair_s=VIRTUAL_S / 2) if faults else None
+    began = time.perf_counter()
+    simulation = simulate(task, plan, duration_s=VIRTUAL_S, faults=trace)
+    return simulation, time.perf_counter() - began
+
+
+def row(task: Task, plan: FleetPlan, simulation: Simulation, seconds: float) -> dict[str, object]:
+    totals = simulation.totals
+    leaves = sum(happening.text.endswith(" leaves") for happening in simulation.happenings)
+    return {
+        "failures": f"{leaves} leave" if leaves else "none",
+        "nodes": len(task.fleet.machines),
+        "clusters": len(plan.clusters),
+        "virtual min": VIRTUAL_S / 60,
+        "seconds": seconds,
+        "microbatches": totals.fed,
+        "per cluster": totals.fed / len(plan.clusters),
+        "lost": totals.lost,
+        "repeated": totals.repeated,
+        "samples/s": simulation.samples_per_s,
+        "steady / predicted": simulation.steady_samples_per_s / plan.samples_per_s,
+        "whole / predicted": simulation.samples_per_s / plan.samples_per_s,
+        "bubble": simulation.bubble,
+    }
+
+
+def repeated(task: Task, plan: FleetPlan, times: int) -> tuple[Task, FleetPlan]:
+    """The same fleet and plan several times, under other names."""
+    machines, clusters, spares, left_out = list[Machine](), list[ClusterPlan](), list[Idle](), list[Idle]()
+    for copy in range(times):
+        machines += [
+            replace(m, name=f"{m.name}.{copy}", site=f"{m.site}.{copy}" if m.site else "") for m in task.fleet.machines
+        ]
+        clusters += [replace(c, members=tuple(f"{name}.{copy}" for name in c.members)) for c in plan.clusters]
+        spares += [replace(idle, name=f"{idle.name}.{copy}") for idle in plan.spares]
+        left_out += [replace(idle, name=f"{idle.name}.{copy}") for idle in plan.left_out]
+    task = replace(task, fleet=replace(task.fleet, machines=tuple(machines)), num_spares=task.num_spares * times)
+    return task, FleetPlan(tuple(clusters), tuple(spares), tuple(left_out), plan.samples_per_s * times, plan.reason)
+
+
+if __name__ == "__main__":
+    main()
