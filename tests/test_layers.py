@@ -23,7 +23,7 @@ LAYERS: dict[str, set[str]] = {
     "coordinator": {"core", "net", "plan"},
     "node": {"core", "net", "graph", "plan", "runtime", "rings", "profile"},
     "dashboard": {"core", "coordinator"},
-    "testbed": set(),
+    "testbed": {"core"},
 }
 
 

@@ -117,6 +117,46 @@ def profile(
         measured(asked, None if job is None else load_job(job).job.workload, as_json=as_json)
 
 
+@app.command("testbed")
+def run_testbed(
+    topology: Annotated[Path | None, typer.Argument(help="A TOML file; `examples/home.toml` shows how.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="After --: what to run on hosts without a command of their own.")
+    ] = None,
+    host: Annotated[list[str] | None, typer.Option(help="Run the command on this host only; may be repeated.")] = None,
+    duration: Annotated[str | None, typer.Option(metavar="TIME", help="End after so long, such as 30s.")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="Cut a link: 'anna-1 5s after 10s'; of two hosts: between them.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Let a host stand still: 'anna-1 5s after 10s'.")] = None,
+    kill: Annotated[list[str] | None, typer.Option(help="Kill all that runs on a host: 'anna-1 after 10s'.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Show the hosts and what this machine lacks.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed testbeds have left behind.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run a command on PCs of a small internet on this machine: slow lines, NATs, faults. Needs Linux and root.
+
+    In a command, `{name}` and `{address}` are the host's own. Hosts know their home and the public by name. Ctrl-C ends all.
+
+    Example: `ravnest testbed home.toml --cut "anna-1 5s after 10s" -- ravnest join --name {name} TICKET`
+    """
+    from .testbed import command as asking
+
+    if clean:
+        asking.clean_up()
+    if topology is None:
+        if not clean:
+            raise ValueError("name a topology file, such as examples/home.toml, or --clean")
+    elif check:
+        asking.check(topology)
+    else:
+        asked = asking.Asked(
+            topology=topology, command=tuple(command or ()), only=tuple(host or ()), duration=duration,
+            cut=tuple(cut or ()), stop=tuple(stop or ()), kill=tuple(kill or ()),
+        )  # fmt: skip
+        sys.exit(asking.run(asked))
+
+
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 400,

@@ -1,0 +1,141 @@
+"""What the hosts of these tests run: `python programs.py NAME ARGUMENTS`. Each prints a line when it is ready."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+PORT = 7000
+
+
+def say(what: object) -> None:
+    sys.stdout.write(f"{json.dumps(what)}\n")
+    sys.stdout.flush()
+
+
+def echo() -> None:
+    """Answer whoever dials with the bytes they send; print where each dials from."""
+    with socket.create_server(("0.0.0.0", PORT)) as server:
+        say("ready")
+        while True:
+            connection, (address, _) = server.accept()
+            say(address)
+            threading.Thread(target=_echo, args=(connection,), daemon=True).start()
+
+
+def _echo(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with connection:
+        while got := connection.recv(65_536):
+            connection.sendall(got)
+
+
+def ask(host: str) -> None:
+    """For each line of input, a number of seconds: send a byte and print how long the answer took, or null."""
+    with socket.create_connection((host, PORT), timeout=5) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        say("ready")
+        for number, line in enumerate(sys.stdin):
+            connection.settimeout(float(line))
+            start_s, question = time.monotonic(), bytes([number % 256])
+            connection.sendall(question)
+            try:
+                while connection.recv(1) != question:
+                    pass  # a late answer to an earlier question
+                say(time.monotonic() - start_s)
+            except TimeoutError:
+                say(None)
+
+
+def dial(host: str, timeout_s: str) -> None:
+    """Print whether a connection was made."""
+    try:
+        socket.create_connection((host, PORT), timeout=float(timeout_s)).close()
+        say("connected")
+    except OSError as error:
+        say(type(error).__name__)
+
+
+def receive(warm_up_bytes: str) -> None:
+    """Take one connection; print the bytes per second that came after the first `warm_up_bytes`."""
+    with socket.create_server(("0.0.0.0", PORT)) as server:
+        say("ready")
+        connection, _ = server.accept()
+    buffer, num_bytes, warm = bytearray(2**20), 0, (0.0, 0)
+    while got := connection.recv_into(buffer):
+        num_bytes += got
+        if num_bytes >= int(warm_up_bytes) and not warm[1]:
+            warm = (time.monotonic(), num_bytes)
+    say((num_bytes - warm[1]) / (time.monotonic() - warm[0]))
+
+
+def send(host: str, num_bytes: str) -> None:
+    with socket.create_connection((host, PORT), timeout=20) as connection:
+        connection.sendall(bytes(int(num_bytes)))
+
+
+def spin(seconds: str) -> None:
+    end_s = time.monotonic() + float(seconds)
+    while time.monotonic() < end_s:
+        pass
+
+
+def fill(num_bytes: str) -> None:
+    """Use that much memory."""
+    say("ready")
+    say(len(bytearray(os.urandom(2**16) * (int(num_bytes) // 2**16))))
+
+
+def wait() -> None:
+    """Leave a child that nobody waits for, and stay."""
+    if (child := os.fork()) == 0:
+        os.setsid()
+        os.execvp("sleep", ["sleep", "1000"])
+    say([os.getpid(), child])
+    sys.stdin.read()
+    time.sleep(1000)
+
+
+def introduce() -> None:
+    """Tell two who dial where the other one comes from."""
+    with socket.create_server(("0.0.0.0", PORT)) as server:
+        say("ready")
+        guests = [server.accept() for _ in range(2)]
+        for i in range(2):
+            guests[i][0].sendall(f"{json.dumps(guests[1 - i][1])}\n".encode())
+        for guest, _ in guests:
+            guest.recv(1)  # until they leave
+
+
+def punch(host: str, attempts: str) -> None:
+    """Be introduced, then dial the other one from the same port, as it does at the same time."""
+    with _reusing(0) as introduction:
+        introduction.connect((host, PORT))
+        peer = json.loads(introduction.makefile().readline())
+        for _ in range(int(attempts)):
+            with _reusing(introduction.getsockname()[1]) as connection:
+                try:
+                    connection.connect(tuple(peer))
+                    connection.sendall(socket.gethostname().encode())
+                    say(connection.recv(100).decode())
+                    return
+                except OSError:
+                    continue
+    say(None)
+
+
+def _reusing(port: int) -> socket.socket:
+    made = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        made.setsockopt(socket.SOL_SOCKET, option, 1)
+    made.bind(("0.0.0.0", port))
+    made.settimeout(0.3)
+    return made
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

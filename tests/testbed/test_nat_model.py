@@ -1,0 +1,129 @@
+"""Address translation, packet by packet: what comes out is what a sender at the new address would have sent."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravnest.testbed.nat import Nat
+from ravnest.testbed.packet import ends, rewrite_source, rewrite_target, wire_bytes
+from tests.testbed.packets import ICMP, TCP, UDP, make
+
+HOME = "198.18.0.1"
+PEER = ("198.18.0.9", 7000)
+
+addresses = st.integers(1, 2**32 - 2).map(lambda number: str(IPv4Address(number)))
+places = st.tuples(addresses, st.integers(1, 65_535))
+
+
+def home(*, symmetric: bool = False) -> Nat:
+    return Nat(IPv4Address(HOME).packed, symmetric=symmetric)
+
+
+def sent(nat: Nat, source: tuple[str, int], target: tuple[str, int] = PEER, protocol: int = TCP) -> int:
+    """The port under which a packet leaves the home."""
+    packet = bytearray(make(protocol, source, target))
+    assert nat.outward(packet)
+    found = ends(packet)
+    assert found is not None
+    assert found.source == nat.address
+    return found.source_port
+
+
+def received(nat: Nat, source: tuple[str, int], port: int, protocol: int = TCP) -> tuple[str, int] | None:
+    """Where in the home a packet to one of its ports arrives."""
+    packet = bytearray(make(protocol, source, (HOME, port)))
+    inner = nat.inward(packet)
+    found = ends(packet)
+    assert found is not None
+    return None if inner is None else (str(IPv4Address(inner)), found.target_port)
+
+
+@given(
+    st.sampled_from([TCP, UDP, ICMP]), places, places, places, st.booleans(), st.binary(max_size=40)
+)  # ones' complement has two zeros: all that can differ
+def test_rewriting_equals_sending_from_there(
+    protocol: int, a: tuple[str, int], b: tuple[str, int], new: tuple[str, int], unfinished: bool, payload: bytes
+) -> None:
+    unfinished = unfinished and protocol != ICMP
+    packet = bytearray(make(protocol, a, b, payload, unfinished=unfinished))
+    rewrite_source(packet, IPv4Address(new[0]).packed, new[1])
+    assert same(packet, make(protocol, new, b, payload, unfinished=unfinished))
+    if protocol != ICMP:
+        packet = bytearray(make(protocol, a, b, payload, unfinished=unfinished))
+        rewrite_target(packet, IPv4Address(new[0]).packed, new[1])
+        assert same(packet, make(protocol, a, new, payload, unfinished=unfinished))
+
+
+def same(packet: bytearray, expected: bytes) -> bool:
+    """Equal, but that a checksum may be either of the two zeros."""
+    if len(packet) != len(expected):
+        return False
+    words = zip(_words(packet), _words(expected), strict=True)
+    return all(a == b or {a, b} == {b"\0\0", b"\xff\xff"} for a, b in words)
+
+
+def _words(data: bytes | bytearray) -> list[bytes]:
+    return [bytes(data[i : i + 2]) for i in range(0, len(data), 2)]
+
+
+def test_a_plain_nat_keeps_ports_where_it_can() -> None:
+    nat = home()
+    assert sent(nat, ("192.168.1.10", 5000)) == 5000
+    assert sent(nat, ("192.168.1.10", 5000), ("198.18.0.8", 80)) == 5000  # so a third party sees what peers can dial
+    other = sent(nat, ("192.168.1.11", 5000))
+    assert other != 5000
+    assert sent(nat, ("192.168.1.11", 5000)) == other
+    assert received(nat, PEER, 5000) == ("192.168.1.10", 5000)
+    assert received(nat, PEER, other) == ("192.168.1.11", 5000)
+
+
+def test_a_symmetric_nat_has_a_port_for_every_conversation() -> None:
+    nat = home(symmetric=True)
+    ports = [sent(nat, ("192.168.1.10", 5000), (PEER[0], port)) for port in range(1, 50)]
+    assert len(set(ports)) == 49
+    assert received(nat, (PEER[0], 7), ports[6]) == ("192.168.1.10", 5000)
+    assert received(nat, (PEER[0], 8), ports[6]) is None
+
+
+@pytest.mark.parametrize("protocol", [TCP, UDP])
+def test_only_answers_get_in(protocol: int) -> None:
+    nat = home()
+    sent(nat, ("192.168.1.10", 5000), protocol=protocol)
+    assert received(nat, (PEER[0], 7001), 5000, protocol) is None
+    assert received(nat, ("198.18.0.8", PEER[1]), 5000, protocol) is None
+    assert received(nat, PEER, 5001, protocol) is None
+    assert received(nat, PEER, 5000, TCP + UDP - protocol) is None
+    assert received(nat, PEER, 5000, protocol) == ("192.168.1.10", 5000)
+
+
+def test_the_oldest_conversation_is_forgotten_when_there_are_too_many() -> None:
+    nat = home()
+    for i in range(33_000):
+        sent(nat, ("192.168.1.10", 5000), (str(IPv4Address(0x0A000000 + i)), 80))
+    assert received(nat, ("10.0.0.0", 80), 5000) is None
+    assert received(nat, (str(IPv4Address(0x0A000000 + 32_999)), 80), 5000) == ("192.168.1.10", 5000)
+    assert len(nat._ports) == len(nat._insides) == 32_768
+
+
+@given(st.binary(max_size=100))
+def test_garbage_is_not_translated(data: bytes) -> None:
+    packet = bytearray(bytes(10) + b"\x45" + bytes(8) + b"\x99" + bytes(10) + data)  # protocol 0x99
+    assert not home().outward(packet)
+    assert home().inward(packet) is None
+
+
+def test_fragments_are_not_translated() -> None:
+    packet = bytearray(make(UDP, ("192.168.1.10", 1), PEER))
+    packet[16:18] = b"\x20\x00"  # more follow
+    assert not home().outward(packet)
+
+
+def test_a_large_piece_counts_as_the_packets_it_becomes() -> None:
+    packet = bytearray(make(TCP, ("10.0.0.1", 1), PEER, bytes(14_600)))
+    assert wire_bytes(packet) == 14_640
+    packet[1:10] = bytes([1, 40, 0, 1460 & 255, 1460 >> 8, 20, 0, 16, 0])  # to be cut into segments of 1460
+    assert wire_bytes(packet) == 10 * 1500
