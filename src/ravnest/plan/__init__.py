@@ -3,11 +3,17 @@
 chain = Chain(forward_s=..., backward_s=..., cuts=..., ...)      the program in numbers
 plan = partition(Problem(chain=chain, nodes=(Node(), Node(speed=2.0, memory_bytes=4e9))))
 plan.cuts, plan.depths, plan.memory, plan.interval_s, plan.reason
+
+fleet = Fleet(machines=(Machine(name="attic", memory_bytes=8e9, speed=0.5), ...))    many PCs: who trains with whom
+plan = form(Task(chain=chain, fleet=fleet))
+plan.clusters, plan.spares, plan.left_out, plan.samples_per_s, plan.reason
 """
 
 from .chain import Chain, Storage
 from .depth import LineSeconds, LinkSeconds, depths, interval_s
 from .fit import missing_bytes
+from .fleet import ClusterPlan, Fleet, FleetPlan, Idle, Machine, Task
+from .form import form
 from .memory import MemoryModel, Share, StageMemory, stage_memory
 from .partition import Partition, partition
 from .problem import DoesNotFit, Link, Node, PlanError, Problem, TooManyNodes
@@ -16,6 +22,7 @@ __all__ = [
     "Chain", "Storage",
     "Problem", "Node", "Link", "Partition", "partition", "missing_bytes",
     "MemoryModel", "Share", "StageMemory", "stage_memory",
+    "form", "Task", "Fleet", "Machine", "ClusterPlan", "FleetPlan", "Idle",
     "LineSeconds", "LinkSeconds", "depths", "interval_s",
     "PlanError", "DoesNotFit", "TooManyNodes",
 ]  # fmt: skip

@@ -23,8 +23,7 @@ __all__ = ["best_cuts"]
 def best_cuts(parts: Parts, in_flight: tuple[int, ...]) -> tuple[int, ...] | None:
     """Cuts with the least bottleneck among those with memory for so many in flight; None if there are none."""
     rooms = [
-        Room(parts.places, node.memory_bytes, depth, parts.problem.memory)
-        for node, depth in zip(parts.problem.nodes, in_flight, strict=True)
+        Room(parts.needs, node.memory_bytes, depth) for node, depth in zip(parts.problem.nodes, in_flight, strict=True)
     ]
     bottlenecks = _bottlenecks(parts, rooms)
     best = bottlenecks[-1][parts.places.end]
@@ -58,16 +57,17 @@ def _cheapest(parts: Parts, rooms: list[Room], bottlenecks: list[list[float]], c
     sizes = [parts.problem.chain.cut_bytes(b) for b in parts.places.bounds]
     states: dict[int, tuple[int, float]] = {0: (0, 0.0)}
     parents: list[dict[int, int]] = []
-    for j in range(len(parts.problem.nodes)):
+    for j, node in enumerate(parts.problem.nodes):
         room, reached, came_from = rooms[j], dict[int, tuple[int, float]](), dict[int, int]()
+        up_start, up_end, down_start, down_end = parts.line_s[j]
         for k in parts.ends(j):
             if bottlenecks[j + 1][k] > cap:
                 continue
             for i in range(k - 1, room.never[k] - 1, -1):
-                seconds = parts.stage_seconds(j, i, k)
+                seconds = (parts.upto_s[k] - parts.upto_s[i]) / node.speed
                 if seconds > cap:
                     break
-                if i not in states or parts.line_seconds(j, i, k).interval_s > cap:
+                if i not in states or up_start[i] + up_end[k] > cap or down_start[i] + down_end[k] > cap:
                     continue
                 cost = states[i][0] + sizes[k], states[i][1] + seconds * seconds
                 if (k not in reached or cost < reached[k]) and (i >= room.sure[k] or room.fits(i, k)):

@@ -15,7 +15,6 @@ from __future__ import annotations
 from math import inf
 
 from .depth import needed_depth
-from .memory import Share, stage_memory
 from .parts import Parts
 from .problem import Problem
 
@@ -48,7 +47,6 @@ class _Trips:
         self.parts = parts
         self.num = len(parts.problem.nodes)
         self.most = parts.problem.max_depth or inf
-        self._shares: dict[tuple[int, int], Share] = {}
 
     def within(self, every_s: float) -> tuple[int, ...] | None:
         """Cuts that let a microbatch pass that often, or None."""
@@ -66,25 +64,19 @@ class _Trips:
     def _stage(self, j: int, trips: dict[int, float], every_s: float) -> tuple[dict[int, float], dict[int, int]]:
         """V_j from V_{j+1}, and where stage j ends."""
         parts, found, follower = self.parts, dict[int, float](), dict[int, int]()
+        speed, room, total = parts.problem.nodes[j].speed, parts.problem.nodes[j].memory_bytes, parts.needs.total
         for k, behind_s in trips.items():
             after_s = behind_s + (parts.links[j][k].round_trip_s if j < self.num - 1 else 0.0)
             for i in parts.starts(j, k):
-                seconds = parts.stage_seconds(j, i, k)
+                seconds = (parts.upto_s[k] - parts.upto_s[i]) / speed
                 trip_s = after_s + seconds
                 depth = needed_depth(trip_s, every_s)
                 if seconds > every_s or depth > self.most:
                     break
-                better = trip_s < found.get(i, inf)
-                if better and self._passes(j, i, k, every_s) and self._fits(j, i, k, depth):
+                if trip_s < found.get(i, inf) and self._passes(j, i, k, every_s) and total(i, k, depth) <= room:
                     found[i], follower[i] = trip_s, k
         return found, follower
 
     def _passes(self, j: int, i: int, k: int, every_s: float) -> bool:
         link_s = self.parts.link_s[j - 1][i] if j else 0.0
         return link_s <= every_s and self.parts.line_seconds(j, i, k).interval_s <= every_s
-
-    def _fits(self, j: int, i: int, k: int, depth: int) -> bool:
-        if (i, k) not in self._shares:
-            self._shares[i, k] = self.parts.places.share(i, k)
-        problem = self.parts.problem
-        return stage_memory(self._shares[i, k], depth, problem.memory).total <= problem.nodes[j].memory_bytes

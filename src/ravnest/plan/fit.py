@@ -13,11 +13,12 @@ from dataclasses import replace
 from math import ceil, inf
 
 from ..core.config import format_bytes
-from .chain import Chain, Places, Storage
-from .memory import MemoryModel, stage_memory
+from .chain import Chain, Storage
+from .memory import stage_memory
+from .needs import Needs
 from .problem import DoesNotFit, Problem
 
-__all__ = ["Room", "does_not_fit", "missing_bytes"]
+__all__ = ["Room", "does_not_fit", "fleet_does_not_fit", "missing_bytes"]
 
 _FEW_PLACES = 96  # a rough answer is enough
 _MORE_NODES = 8
@@ -30,29 +31,23 @@ class Room:
     between them is computed when it is asked for.
     """
 
-    def __init__(self, places: Places, memory_bytes: float, depth: int, model: MemoryModel) -> None:
-        self._places, self._memory_bytes, self._depth, self._model = places, memory_bytes, depth, model
-        chain = places.chain
-        links = [chain.cut_bytes(b) for b in places.bounds]
-        inputs = [chain.forward_bytes[b] for b in places.bounds]
-        self.never = self._starts(min(inputs), 2 * min(links))
-        self.sure = self._starts(max(inputs), 2 * max(links))
+    def __init__(self, needs: Needs, memory_bytes: float, depth: int) -> None:
+        self._needs, self._memory_bytes, self._depth = needs, memory_bytes, depth
+        inputs, links = needs.input_bytes, needs.link_bytes
+        self.never = self._starts(depth * min(inputs) + 2 * min(links))
+        self.sure = self._starts(depth * max(inputs) + 2 * max(links))
 
     def fits(self, i: int, k: int) -> bool:
-        return stage_memory(self._places.share(i, k), self._depth, self._model).total <= self._memory_bytes
+        return self._needs.total(i, k, self._depth) <= self._memory_bytes
 
-    def _starts(self, input_bytes: int, link_bytes: int) -> list[int]:
-        """For every end the first start that fits, if a stage had these inputs and links."""
-
-        def fits(i: int, k: int) -> bool:
-            share = self._places.share(i, k)._replace(input_bytes=input_bytes, link_bytes=link_bytes)
-            return stage_memory(share, self._depth, self._model).total <= self._memory_bytes
-
-        if fits(0, self._places.end):
-            return [0] * (self._places.end + 1)
+    def _starts(self, besides: int) -> list[int]:
+        """For every end the first start that fits, if inputs and link buffers took so many bytes."""
+        bare, depth, room, end = self._needs.bare, self._depth, self._memory_bytes - besides, self._needs.places.end
+        if bare(0, end, depth) <= room:
+            return [0] * (end + 1)
         starts, i = [0], 0
-        for k in range(1, self._places.end + 1):
-            while i < k and not fits(i, k):
+        for k in range(1, end + 1):
+            while i < k and bare(i, k, depth) > room:
                 i += 1
             starts.append(i)
         return starts
@@ -84,22 +79,41 @@ def missing_bytes(problem: Problem) -> float:
 def does_not_fit(problem: Problem) -> DoesNotFit:
     """The error for a problem that has no answer for want of memory."""
     missing = ceil(missing_bytes(problem))
-    remedies = tuple(text for text, changed in _changes(problem) if missing_bytes(changed) <= 0)
-    places = problem.chain.places(1)
-    whole = stage_memory(places.share(0, places.end), 1, problem.memory)
     message = (
         f"the model does not fit on {_nodes(len(problem.nodes))} in this order: up to {format_bytes(missing)} more is "
-        f"needed on each (the nodes have {format_bytes(sum(n.memory_bytes for n in problem.nodes))} in all; the whole "
-        f"model on one, with one microbatch in flight, takes {whole}). "
+        f"needed on each ({_needs(problem)}). "
     )
+    remedies = tuple(text for text, changed in _changes(problem) if missing_bytes(changed) <= 0)
+    return DoesNotFit(message + _would_fit(remedies), missing, remedies)
+
+
+def fleet_does_not_fit(problem: Problem, num_machines: int) -> DoesNotFit:
+    """The error if no cluster can be formed; `problem` is that of the machines with the most memory, largest first."""
+    missing = ceil(missing_bytes(problem)) * len(problem.nodes)
+    message = (
+        f"the model does not fit on this fleet of {_nodes(num_machines)}: with the {_nodes(len(problem.nodes))} that "
+        f"have the most memory, {format_bytes(missing)} in all is missing ({_needs(problem)}). "
+    )
+    remedies = tuple(text for text, changed in _changes_of_fleet(problem) if missing_bytes(changed) <= 0)
+    return DoesNotFit(message + _would_fit(remedies), missing, remedies)
+
+
+def _needs(problem: Problem) -> str:
+    places = problem.chain.places(1)
+    whole = stage_memory(places.share(0, places.end), 1, problem.memory)
+    return (
+        f"the nodes have {format_bytes(sum(n.memory_bytes for n in problem.nodes))} in all; the whole model on one, "
+        f"with one microbatch in flight, takes {whole}"
+    )
+
+
+def _would_fit(remedies: tuple[str, ...]) -> str:
     if remedies:
-        message += "It would fit " + ", or ".join(remedies) + "."
-    else:
-        message += (
-            f"Neither recomputation nor half the microbatch nor {_MORE_NODES} more nodes like the largest is enough: "
-            "give the nodes more memory."
-        )
-    return DoesNotFit(message, missing, remedies)
+        return "It would fit " + ", or ".join(remedies) + "."
+    return (
+        f"Neither recomputation nor half the microbatch nor {_MORE_NODES} more nodes like the largest is enough: "
+        "give the nodes more memory."
+    )
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
@@ -112,6 +126,15 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
         yield from _first_that_fits(_with_fewer_nodes(problem))
     elif max(problem.depths) > 1:
         yield "with one microbatch in flight per stage (slower)", replace(problem, depths=(1,) * len(problem.nodes))
+
+
+def _changes_of_fleet(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """What one could do if no choice of machines is enough."""
+    if not problem.memory.recompute:
+        yield "with recomputation", replace(problem, memory=replace(problem.memory, recompute=True))
+    yield "with half the microbatch", replace(problem, chain=_halved(problem.chain))
+    yield "with half the bytes per number (bf16 for fp32)", replace(problem, chain=_halved(problem.chain, weights=True))
+    yield from _first_that_fits(_with_more_nodes(problem))
 
 
 def _first_that_fits(changes: Iterator[tuple[str, Problem]]) -> Iterator[tuple[str, Problem]]:
@@ -139,17 +162,22 @@ def _with_fewer_nodes(problem: Problem) -> Iterator[tuple[str, Problem]]:
         yield text, replace(problem, nodes=nodes, links=())
 
 
-def _halved(chain: Chain) -> Chain:
-    """The chain at half the microbatch, as if everything but weights went with it."""
+def _halved(chain: Chain, *, weights: bool = False) -> Chain:
+    """The chain at half the microbatch, as if everything but weights went with it; or half of everything."""
 
     def half(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(-(-size // 2) for size in sizes)
+
+    def half_of_each(storages: tuple[Storage, ...]) -> tuple[Storage, ...]:
+        return tuple(Storage(-(-s.num_bytes // 2), s.ops) for s in storages)
 
     return replace(
         chain,
         forward_bytes=half(chain.forward_bytes),
         backward_bytes=half(chain.backward_bytes),
-        saved=tuple(Storage(-(-s.num_bytes // 2), s.ops) for s in chain.saved),
+        weights=half_of_each(chain.weights) if weights else chain.weights,
+        fixed=half_of_each(chain.fixed) if weights else chain.fixed,
+        saved=half_of_each(chain.saved),
         work_bytes=half(chain.work_bytes),
     )
 

@@ -87,17 +87,20 @@ class Fleet:
 
     def link(self, a: Machine, b: Machine) -> Link:
         """From a to b, and back."""
-        if a.site and a.site == b.site:
-            return Link(
-                forward_bytes_per_s=self.lan_bytes_per_s,
-                backward_bytes_per_s=self.lan_bytes_per_s,
-                latency_s=self.lan_latency_s,
-                uses_line=False,
-            )
+        forward, backward, latency_s, uses_line = self.wire(a, b)
         return Link(
-            forward_bytes_per_s=min(a.up_bytes_per_s, b.down_bytes_per_s),
-            backward_bytes_per_s=min(b.up_bytes_per_s, a.down_bytes_per_s),
-            latency_s=a.latency_s + b.latency_s + (self.far_s if a.region != b.region else 0.0),
+            forward_bytes_per_s=forward, backward_bytes_per_s=backward, latency_s=latency_s, uses_line=uses_line
+        )
+
+    def wire(self, a: Machine, b: Machine) -> tuple[float, float, float, bool]:
+        """A link as plain numbers: bytes per second there and back, latency, and whether it uses their lines."""
+        if a.site and a.site == b.site:
+            return self.lan_bytes_per_s, self.lan_bytes_per_s, self.lan_latency_s, False
+        return (
+            min(a.up_bytes_per_s, b.down_bytes_per_s),
+            min(b.up_bytes_per_s, a.down_bytes_per_s),
+            a.latency_s + b.latency_s + (self.far_s if a.region != b.region else 0.0),
+            True,
         )
 
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from .chain import Places
 from .depth import LineSeconds, LinkSeconds
+from .needs import needs_of
 from .problem import Problem
 
 __all__ = ["Parts"]
@@ -27,6 +28,7 @@ class Parts:
         self.problem = problem
         self.places: Places = problem.chain.places(max_places or problem.num_places)
         self.upto_s = self.places.upto_s(recompute=problem.memory.recompute)
+        self.needs = needs_of(self.places, problem.memory)
         num, bounds = len(problem.nodes), self.places.bounds
         self.links = [[self.link(j, b) for b in bounds] for j in range(num - 1)]
         self.link_s = [[link.interval_s for link in row] for row in self.links]

@@ -1,0 +1,151 @@
+"""Who trains with whom: clusters of a fleet that together do the most samples per second.
+
+    maximise  sum over clusters of  microbatch / interval_s     each within memory and the cap on depth
+
+A first grouping (`construct`) is improved by small changes (`improve`); of a handful of machines all groupings are
+looked at (`repack`). All these ask `quick`, which is fast; the clusters they find are then cut by `partition`, which is
+exact. A machine that helps nobody is a spare if it could hold some member's stage, and else is left out.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+from ..core.config import require
+from .construct import first_groups
+from .fit import fleet_does_not_fit
+from .fleet import ClusterPlan, FleetPlan, Task
+from .groups import Groups
+from .idle import explain_idle
+from .improve import improve
+from .order import nearest
+from .partition import Partition, partition
+from .problem import DoesNotFit, Problem
+from .quick import Quick, Row
+from .repack import repacked
+from .spares import hold_back
+
+__all__ = ["form"]
+
+_ALL_GROUPINGS = 6  # up to so many machines
+_PLACES = (64, 512)  # coarse at first; if nothing fits, finer
+_FINAL_PLACES = 96  # cuts that the exact partition of a cluster compares
+_MOST_ASKED, _ASKED_PER_MACHINE = 400_000, 3000
+_MOST_MISSING = 64  # machines that an error is about
+
+
+def form(task: Task, *, seed: int = 0, effort: float = 1.0) -> FleetPlan:
+    """The best clusters found, the spares and who is left out, each with its reason. Raises `DoesNotFit`.
+
+    `effort` scales how often the search asks how fast a row of machines is; the same seed gives the same plan.
+    """
+    require(effort > 0, f"effort must be above 0, not {effort}")
+    for places in _PLACES:
+        quick = Quick(task, places)
+        for min_stages in _allowed_stages(task):
+            former = _Former(quick, min_stages, Random(seed), effort)
+            if former.groups.rows:
+                return former.plan()
+    raise _no_cluster(task)
+
+
+def _allowed_stages(task: Task) -> list[int]:
+    """The least number of members, and what to fall back to if no such cluster is possible."""
+    possible = min(task.min_stages, len(task.fleet.machines), len(task.chain.cuts) + 1)
+    return list(range(possible, 0, -1))
+
+
+class _Former:
+    """One search, and the plan made of what it finds."""
+
+    def __init__(self, quick: Quick, min_stages: int, rng: Random, effort: float) -> None:
+        self.quick, self.task, self.min_stages, self.rng = quick, quick.task, min_stages, rng
+        count = len(quick.machines)
+        self.max_asked = int(effort * min(_MOST_ASKED, _ASKED_PER_MACHINE * count))
+        self._partitions: dict[Row, Partition] = {}
+        self.groups = self._search(range(count))
+
+    def _search(self, usable: range) -> Groups:
+        quick = self.quick
+        if len(usable) <= _ALL_GROUPINGS:
+            rows = repacked(quick, list(usable), self.min_stages, all_orders=_ALL_GROUPINGS)
+            return Groups(quick, usable, rows)
+        groups = first_groups(quick, usable, self.min_stages)
+        if not groups.rows:
+            groups.replace([], self._any_row(usable))
+        improve(groups, self.rng, self.min_stages, quick.asked + self.max_asked)
+        return groups
+
+    def _any_row(self, usable: range) -> list[Row]:
+        """A row of as few of the largest machines as the model fits on, if there is one."""
+        largest = sorted(usable, key=lambda m: (-self.quick.machines[m].memory_bytes, m))
+        rows = (tuple(largest[:count]) for count in range(self.min_stages, self.quick.places.end + 1))
+        return [row for row in rows if self.quick.reaches(row, 0.0)][:1]
+
+    def plan(self) -> FleetPlan:
+        held = hold_back(self.groups, self.task.num_spares, self.min_stages, self._smallest_stage_bytes)
+        if held:
+            improve(self.groups, self.rng, self.min_stages, self.quick.asked + self.max_asked // 4)
+        clusters = [self._cluster(nearest(self.quick, row)) for row in self.groups.rows]
+        clusters.sort(key=lambda cluster: (-cluster.samples_per_s, cluster.members))
+        spares, left_out = explain_idle(self.groups, clusters, held)
+        total = sum(cluster.samples_per_s for cluster in clusters)
+        return FleetPlan(tuple(clusters), spares, left_out, total, self._reason(clusters, len(spares), len(left_out)))
+
+    def _smallest_stage_bytes(self) -> int:
+        """What a machine must hold to take any member's place."""
+        return min(memory.total for row in self.groups.rows for memory in self._cut(row).memory)
+
+    def _cluster(self, row: Row) -> ClusterPlan:
+        found = self._cut(row)
+        machines = [self.quick.machines[m] for m in row]
+        regions = sorted({machine.region for machine in machines if machine.region})
+        where = f" in {' and '.join(regions)}" if regions else ""
+        text = f"{len(row)} {'machine' if len(row) == 1 else 'machines'}{where}: {found.reason}"
+        rate = self.task.microbatch / found.interval_s if found.interval_s else float("inf")
+        return ClusterPlan(tuple(m.name for m in machines), found, rate, text)
+
+    def _cut(self, row: Row) -> Partition:
+        key = tuple(map(self.quick.kinds.__getitem__, row))
+        if key not in self._partitions:
+            self._partitions[key] = partition(_problem(self.task, row))
+        return self._partitions[key]
+
+    def _reason(self, clusters: list[ClusterPlan], num_spares: int, num_left_out: int) -> str:
+        sizes = sorted(len(cluster.members) for cluster in clusters)
+        some = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+        total = sum(cluster.samples_per_s for cluster in clusters)
+        ideal = sum(m.speed for m in self.quick.machines) * self.task.microbatch / (self.quick.work_s or 1.0)
+        text = (
+            f"{len(clusters)} {'cluster' if len(clusters) == 1 else 'clusters'} of {some}, {total:.3g} samples/s: "
+            f"{total / ideal:.0%} of what all machines could do without links and limits; "
+            f"{num_spares} spare, {num_left_out} left out"
+        )
+        wanted = self.task.min_stages
+        if self.min_stages < wanted:
+            text += f"; smaller clusters than {wanted} are allowed, because no {wanted} machines can share this model"
+        if num_spares < self.task.num_spares:
+            text += f"; {self.task.num_spares} spares were asked for, but then no cluster would be left to help"
+        return text
+
+
+def _problem(task: Task, row: Row) -> Problem:
+    machines = [task.fleet.machines[m] for m in row]
+    return Problem(
+        chain=task.chain,
+        nodes=tuple(machine.node for machine in machines),
+        links=tuple(task.fleet.link(a, b) for a, b in pairwise(machines)),
+        memory=task.memory,
+        max_depth=task.max_depth,
+        slack=task.slack,
+        max_places=_FINAL_PLACES,
+    )
+
+
+def _no_cluster(task: Task) -> DoesNotFit:
+    largest = sorted(task.fleet.machines, key=lambda m: (-m.memory_bytes, m.name))
+    count = min(len(largest), len(task.chain.cuts) + 1, _MOST_MISSING)
+    nodes = tuple(machine.node for machine in largest[:count])
+    problem = Problem(chain=task.chain, nodes=nodes, memory=task.memory, max_depth=task.max_depth)
+    return fleet_does_not_fit(problem, len(largest))

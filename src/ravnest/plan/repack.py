@@ -1,0 +1,67 @@
+"""A few machines grouped anew in the best way there is: every set of them is a possible row.
+
+With R(S) the microbatches per second of the best order of set S, the best grouping of set A is
+
+    best(A) = max over S within A that hold A's first machine of  R(S) + best(A - S),   or best(A - first)
+
+where the last leaves the first machine idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from .order import best_order, inserted
+from .quick import Quick, Row
+
+__all__ = ["repacked"]
+
+
+def repacked(quick: Quick, members: Sequence[int], min_stages: int, *, all_orders: int) -> list[Row]:
+    """The rows that do most together. Sets of up to `all_orders` machines are tried in all orders."""
+    rows = _best_rows(quick, members, min_stages, all_orders)
+    best: dict[int, tuple[float, tuple[Row, ...]]] = {0: (0.0, ())}
+    for mask in range(1, 1 << len(members)):
+        first = mask & -mask
+        found = best[mask ^ first]
+        part = mask
+        while part:
+            if part & first and part in rows:
+                rate, others = best[mask ^ part]
+                rate += quick.per_s(rows[part])
+                if rate > found[0]:
+                    found = rate, (*others, rows[part])
+            part = (part - 1) & mask
+        best[mask] = found
+    return list(best[(1 << len(members)) - 1][1])
+
+
+def _best_rows(quick: Quick, members: Sequence[int], min_stages: int, all_orders: int) -> dict[int, Row]:
+    """The best order of every set that the model fits on, by its mask."""
+    rows: dict[int, Row] = {}
+    for size in range(1, min(len(members), quick.places.end) + 1):
+        for chosen in combinations(range(len(members)), size):
+            mask = sum(1 << place for place in chosen)
+            if size <= all_orders:
+                row: Row | None = best_order(quick, [members[c] for c in chosen], all_orders=all_orders)
+            else:
+                row = _grown(quick, members, mask, rows)
+            if row is not None and quick.per_s(row) > 0:
+                rows[mask] = row
+    return {mask: row for mask, row in rows.items() if len(row) >= min_stages}
+
+
+def _grown(quick: Quick, members: Sequence[int], mask: int, rows: dict[int, Row]) -> Row | None:
+    """The best of all smaller rows with the one machine more."""
+    found, above = None, 0.0
+    for place, m in enumerate(members):
+        smaller = rows.get(mask ^ (1 << place)) if mask >> place & 1 else None
+        if smaller is not None:
+            longer = inserted(quick, smaller, m, above)
+            if longer:
+                found, above = longer
+    if found is None:
+        chosen = [m for place, m in enumerate(members) if mask >> place & 1]
+        found = best_order(quick, chosen, all_orders=0)
+    return found
