@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -75,8 +74,7 @@ def rules(
     return [Rule(accumulate=accumulate, depth=depth, delay=delay(depth)) for depth in depths]
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing to do. `number` is a microbatch, a window or an evaluation; `version` the weights to use.
 
     A wait says in `reason` what it waits for.
@@ -142,10 +140,11 @@ class Schedule:
 
     def next(self) -> Action:
         """The next thing to do: a step, else a backward, else a forward, else wait."""
-        if self._step_is_ready():
+        window = self.backwards // self.rule.accumulate
+        if window > self.updates and (not self._must_allow or self._allowed > self.updates):
             return Action("step", self.updates)
-        if self.backwards < (self.forwards if self.is_leaf else self._gradients) and not self._past_end(self.backwards):
-            window = self.rule.window(self.backwards)
+        come_back = self.forwards if self.is_leaf else self._gradients
+        if self.backwards < come_back and (self.end is None or window < self.end):
             return Action("backward", self.backwards, self.rule.version(window))
         return self._forward()
 
@@ -164,13 +163,6 @@ class Schedule:
             case "evaluate":
                 self._inputs.popleft()
 
-    def _step_is_ready(self) -> bool:
-        collected = self.backwards // self.rule.accumulate
-        return collected > self.updates and (not self._must_allow or self._allowed > self.updates)
-
-    def _past_end(self, microbatch: int) -> bool:
-        return self.end is not None and self.rule.window(microbatch) >= self.end
-
     def _forward(self) -> Action:
         if not self._inputs:
             return Action("wait", reason="for an input" if self.is_leaf else "for an input or a gradient")
@@ -181,7 +173,7 @@ class Schedule:
             return Action("wait", reason=f"for version {version} of the weights, the newest is {self.updates}")
         if waiting.evaluation >= 0:
             return Action("evaluate", waiting.evaluation, version)
-        if self._past_end(self.forwards):
+        if self.end is not None and window >= self.end:
             return Action("wait", reason=f"after the last update, {self.end}")
         if self.in_flight >= self.rule.depth:
             return Action("wait", reason=f"{self.in_flight} microbatches are in flight, as many as may be")
