@@ -2,13 +2,15 @@
 
 A thousand uneven home PCs are planned for a GPT, and the plan is there ten times over, with other names. Every cluster
 is simulated by itself, event by event, with the runtime's schedule at each stage: nothing is simulated once and counted
-ten times. Machines leave and come back as their reliability says, wherever they are.
+ten times. Machines leave and come back as their reliability says, wherever they are. Seconds are the processor's, those
+that it takes on a core of its own; by the clock on the wall it is longer where others compute too.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 from benchmarks.fleets import gpt_chain, home_pcs
 from benchmarks.report import Report, arguments
@@ -23,6 +25,13 @@ MICROBATCH = 2
 SPARES = 0.02  # of all machines
 
 
+class Took(NamedTuple):
+    """How long something took."""
+
+    processor_s: float
+    wall_s: float
+
+
 def main() -> None:
     options = arguments(__doc__).parse_args()
     report = Report("a fleet on a virtual clock, one core")
@@ -34,13 +43,13 @@ def add_simulation(report: Report, *, quick: bool) -> None:
     """The rows and checks of one fleet without and with failures."""
     num_planned, times = (250, 2) if quick else (1000, 10)
     task, plan = planned(num_planned)
-    undisturbed, seconds = timed(task, plan)
-    report.rows.append(row(task, plan, undisturbed, seconds))
+    undisturbed, took = timed(task, plan)
+    report.rows.append(row(task, plan, undisturbed, took))
     task, plan = repeated(task, plan, times)
-    failing, seconds = timed(task, plan, faults=True)
-    report.rows.append(row(task, plan, failing, seconds))
+    failing, took = timed(task, plan, faults=True)
+    report.rows.append(row(task, plan, failing, took))
     num = len(task.fleet.machines)
-    report.check(f"seconds for {num:,} nodes", seconds, f"<= {60 * num / 10_000:g}")
+    report.check(f"seconds for {num:,} nodes", took.processor_s, f"<= {60 * num / 10_000:g}")
     off = abs(undisturbed.steady_samples_per_s * times / plan.samples_per_s - 1)
     report.check("|simulated / predicted samples/s - 1|, no failures", off, "<= 0.05")
     totals = failing.totals
@@ -58,14 +67,14 @@ def planned(num: int) -> tuple[Task, FleetPlan]:
     return task, form(task)
 
 
-def timed(task: Task, plan: FleetPlan, *, faults: bool = False) -> tuple[Simulation, float]:
+def timed(task: Task, plan: FleetPlan, *, faults: bool = False) -> tuple[Simulation, Took]:
     trace = draw_faults(task.fleet, VIRTUAL_S, repair_s=VIRTUAL_S / 2) if faults else None
-    began = time.perf_counter()
+    began, began_wall = time.process_time(), time.perf_counter()
     simulation = simulate(task, plan, duration_s=VIRTUAL_S, faults=trace)
-    return simulation, time.perf_counter() - began
+    return simulation, Took(time.process_time() - began, time.perf_counter() - began_wall)
 
 
-def row(task: Task, plan: FleetPlan, simulation: Simulation, seconds: float) -> dict[str, object]:
+def row(task: Task, plan: FleetPlan, simulation: Simulation, took: Took) -> dict[str, object]:
     totals = simulation.totals
     leaves = sum(happening.text.endswith(" leaves") for happening in simulation.happenings)
     return {
@@ -73,7 +82,8 @@ def row(task: Task, plan: FleetPlan, simulation: Simulation, seconds: float) -> 
         "nodes": len(task.fleet.machines),
         "clusters": len(plan.clusters),
         "virtual min": VIRTUAL_S / 60,
-        "seconds": seconds,
+        "seconds": took.processor_s,
+        "on the wall": took.wall_s,
         "microbatches": totals.fed,
         "per cluster": totals.fed / len(plan.clusters),
         "lost": totals.lost,

@@ -47,6 +47,7 @@ class FleetRun:
         require(self._here <= self._machines.keys(), "the plan has machines that the fleet does not have")
         self._lives = [Life(world, number, cluster, microbatches) for number, cluster in enumerate(plan.clusters)]
         self._life_of = {name: life for life in self._lives for name in life.last_plan.members}
+        self._now: Task | None = None  # what `_task_now` found, until something happens
         self._happenings: list[Happening] = []
         self._events: list[_Event] = []
         self._order = count()
@@ -81,7 +82,7 @@ class FleetRun:
         name = fault.machine
         if (fault.kind == "join") == (name in self._here):
             return  # it is there already, or gone
-        life = self._life_of.get(name)
+        life, self._now = self._life_of.get(name), None
         if fault.kind == "leave":
             self._here.remove(name)
             self._tell(now_s, name, f"{name} leaves")
@@ -126,17 +127,17 @@ class FleetRun:
 
     def _task_now(self) -> Task:
         """With the machines that are there, as fast as they are."""
-        machines = tuple(machine for name, machine in self._machines.items() if name in self._here)
-        return replace(self._task, fleet=replace(self._task.fleet, machines=machines))
+        if self._now is None:
+            machines = tuple(machine for name, machine in self._machines.items() if name in self._here)
+            self._now = replace(self._task, fleet=replace(self._task.fleet, machines=machines))
+        return self._now
 
     def _adopt(self, now_s: float, plan: FleetPlan, move_s: float) -> bool:
         """Follow a new plan: same clusters go on, changed ones start after the move, others are parked. Any change?"""
         self._plan = plan
-        current = {_work(life.plan): life for life in self._lives if life.plan is not None}
-        changed = [cluster for cluster in plan.clusters if _work(cluster) not in current]
-        kept = {id(current[_work(cluster)]) for cluster in plan.clusters if _work(cluster) in current}
-        free = [life for life in self._lives if id(life) not in kept]
-        starting = [life for life in self._lives if id(life) in kept and not life.runs and life.starts_at_s is None]
+        kept, changed = self._sorted_out(plan.clusters)
+        free = [life for life in self._lives if life not in kept]
+        starting = [life for life in kept if not life.runs and life.starts_at_s is None]
         for cluster in changed:
             life = _nearest(cluster, free) or self._new_life(cluster)
             free = [other for other in free if other is not life]
@@ -152,6 +153,17 @@ class FleetRun:
                 life.starts_at_s = now_s + move_s
                 self._later(life.starts_at_s, life)
         return bool(starting or parked)
+
+    def _sorted_out(self, clusters: tuple[ClusterPlan, ...]) -> tuple[dict[Life, None], list[ClusterPlan]]:
+        """Who has the same work in a new plan, in order, and the clusters that nobody is yet."""
+        kept, changed = dict[Life, None](), list[ClusterPlan]()
+        for cluster in clusters:
+            life = self._life_of.get(cluster.members[0])
+            if life is not None and life.plan is not None and _same_work(life.plan, cluster):
+                kept[life] = None
+            else:
+                changed.append(cluster)
+        return kept, changed
 
     def _halt(self, now_s: float, life: Life, why: str) -> None:
         life.run(now_s)
@@ -178,9 +190,10 @@ class FleetRun:
         self._happenings.append(Happening(time_s, machine, text))
 
 
-def _work(plan: ClusterPlan) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-    """What makes a plan another one for its members."""
-    return plan.members, plan.partition.cuts, plan.partition.depths
+def _same_work(a: ClusterPlan, b: ClusterPlan) -> bool:
+    """Whether a plan changes nothing for its members."""
+    one, other = a.partition, b.partition
+    return a is b or (a.members, one.cuts, one.depths) == (b.members, other.cuts, other.depths)
 
 
 def _nearest(cluster: ClusterPlan, lives: list[Life]) -> Life | None:
