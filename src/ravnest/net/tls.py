@@ -10,6 +10,7 @@ import socket
 import ssl
 
 from ravnest.core.errors import HandshakeError, IdentityError, LinkClosed, LinkError, LinkTimeout
+from ravnest.net.addresses import Address
 from ravnest.net.deadline import Deadline
 from ravnest.net.handshake import Allowed, TlsChannel, shake_hands
 from ravnest.net.identity import Identity
@@ -17,9 +18,7 @@ from ravnest.net.link import LinkConfig
 from ravnest.net.listen import Greeting, ListenConfig, Listener, finish
 from ravnest.net.stream import StreamLink
 
-__all__ = ["dial_tls", "listen_tls", "secure", "tls_context"]
-
-Address = tuple[str, int]
+__all__ = ["connect_tcp", "dial_tls", "listen_tls", "secure", "tls_context", "tune"]
 
 # A host that lost its power says nothing: an idle link notices after about half a minute.
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -47,14 +46,19 @@ def dial_tls(
     """Connect to `address` and prove to each other who we are, all within `deadline_s`."""
     deadline = Deadline(deadline_s)
     context = tls_context(identity, server_side=False)
+    sock = connect_tcp(address, deadline)
+    return _finish(sock, _greet(sock, context, config, allowed, server_side=False), deadline)
+
+
+def connect_tcp(address: Address, deadline: Deadline) -> socket.socket:
+    """A connection to `address`, over which nothing has been said yet."""
     host, port = address
     try:
-        sock = socket.create_connection(address, timeout=max(deadline.left_s(), 0.001))  # 0 would not wait at all
+        return socket.create_connection(address, timeout=max(deadline.left_s(), 0.001))  # 0 would not wait at all
     except TimeoutError as error:
-        raise LinkTimeout(f"{host}:{port} did not answer within {deadline_s:g} s") from error
+        raise LinkTimeout(f"{host}:{port} did not answer within {deadline.seconds:g} s") from error
     except OSError as error:
         raise LinkClosed(f"cannot reach {host}:{port}: {error}") from error
-    return _finish(sock, _greet(sock, context, config, allowed, server_side=False), deadline)
 
 
 def secure(
@@ -97,13 +101,14 @@ def listen_tls(
 def _greet(
     sock: socket.socket, context: ssl.SSLContext, config: LinkConfig, allowed: Allowed, *, server_side: bool
 ) -> Greeting:
-    _tune(sock)
+    tune(sock)
     channel = TlsChannel(sock, context, server_side=server_side)
     peer = yield from shake_hands(channel, allowed)
     return StreamLink(channel, config, peer=peer)
 
 
-def _tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket) -> None:
+    """Send small messages at once, and notice a peer that has vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
