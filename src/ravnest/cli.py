@@ -117,6 +117,47 @@ def profile(
         measured(asked, None if job is None else load_job(job).job.workload, as_json=as_json)
 
 
+@app.command()
+def plan(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = ravnest.Job(...)`.")],
+    nodes: Annotated[Path, typer.Option(help="A TOML file of the PCs; `examples/nodes.toml` shows how.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole plan as JSON and nothing else.")] = False,
+    simulate: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Simulate so long a run, such as 10m, failures included.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the simulated timeline here, for Perfetto.")] = None,
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches per update; by default as many as are in flight.")
+    ] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=1, help="Most updates a gradient may be late.")] = None,
+    spares: Annotated[int, typer.Option(min=0, help="How many PCs to hold back, to take the place of others.")] = 0,
+    recompute: Annotated[bool | None, typer.Option(help="Keep no activations, compute them again.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Of activations on links: none, bf16, int8.")] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Let one PC hold the whole model, if that is best.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the search and of the simulated failures.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Plan who would do what on a fleet of PCs, and how fast it would go. Trains nothing.
+
+    The model's operations are timed here, which takes a few seconds; a node's speed in GFLOP/s says how much faster
+    or slower it is.
+
+    Example: `ravnest plan job.py --nodes nodes.toml --simulate 10m --trace run.json`
+    """
+    from .plancommand import Asked, plan_command
+
+    given = {
+        "microbatch": microbatch, "accumulate": accumulate, "max_staleness": max_staleness, "recompute": recompute,
+        "compression": compression,
+    }  # fmt: skip
+    asked = Asked(
+        job=job, nodes=nodes, changes={name: value for name, value in given.items() if value is not None},
+        num_spares=spares, whole=whole, as_json=as_json, simulate=simulate, trace=trace, seed=seed,
+    )  # fmt: skip
+    plan_command(asked)
+
+
 @app.command("testbed")
 def run_testbed(
     topology: Annotated[Path | None, typer.Argument(help="A TOML file; `examples/home.toml` shows how.")] = None,

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
+
 from .api import Job
-from .graph import Cutter, Program, Value, measure_costs
+from .graph import Costs, Cutter, Program, Value, measure_costs
 from .graph.program import num_bytes, resolve_dim
 from .localplan import chain_of, memory_model
 from .nodefile import NodeFile
@@ -51,7 +53,7 @@ def fleet_question(
     work = job.workload()
     say(f"timing its {len(work.program.ops)} operations on this machine")
     costs = measure_costs(work.program, work.batch)
-    chain = chain_of(work.program, costs)
+    chain = _timed(work.program, costs)
     flops = costs.flops(0, len(costs.ops))
     gflops = max(flops, 1) / max(sum(chain.forward_s) + sum(chain.backward_s), 1e-9) / 1e9
     accumulate = how.accumulate or 0
@@ -69,6 +71,16 @@ def fleet_question(
         num_spares=num_spares,
     )
     return FleetQuestion(task, flops, gflops)
+
+
+def _timed(program: Program, costs: Costs) -> Chain:
+    """Only shares of the ops count, and one thread's are the steadiest on a machine that does other things too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return chain_of(program, costs)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def compressed(chain: Chain, program: Program, batch: int, compression: str) -> Chain:
