@@ -78,10 +78,12 @@ def send(host: str, num_bytes: str) -> None:
         connection.sendall(bytes(int(num_bytes)))
 
 
-def spin(seconds: str) -> None:
-    end_s = time.monotonic() + float(seconds)
-    while time.monotonic() < end_s:
+def spin(cpu_s: str) -> None:
+    """Use that much of a processor; print how long it took."""
+    start_s = time.monotonic()
+    while time.process_time() < float(cpu_s):
         pass
+    say(time.monotonic() - start_s)
 
 
 def fill(num_bytes: str) -> None:

@@ -11,6 +11,7 @@ from ravnest.testbed import Home, HostSpec, Line, Testbed, Topology
 from tests.testbed.running import asked, heard, kill_all, server, start
 
 MBIT = 125_000.0
+EVEN = Line(up_bytes_per_s=40 * MBIT, down_bytes_per_s=40 * MBIT, delay_s=0.01)
 TOPOLOGY = Topology(
     homes=(Home(name="anna"), Home(name="shared", nat="none", line=Line(up_bytes_per_s=16 * MBIT))),
     hosts=(
@@ -18,6 +19,8 @@ TOPOLOGY = Topology(
         HostSpec(name="fast", line=Line(up_bytes_per_s=100 * MBIT, down_bytes_per_s=100 * MBIT, delay_s=0.025)),
         HostSpec(name="anna-1", home="anna", line=Line(up_bytes_per_s=20 * MBIT, down_bytes_per_s=40 * MBIT)),
         HostSpec(name="anna-2", home="anna", line=Line(delay_s=0.02)),
+        HostSpec(name="even-1", line=EVEN),
+        HostSpec(name="even-2", line=EVEN),
         HostSpec(name="shared-1", home="shared"),
         HostSpec(name="shared-2", home="shared"),
     ),
@@ -54,6 +57,14 @@ def test_a_line_has_its_rate(
     bed: Testbed, source: str, target: str, num_bytes: int, warm_up_bytes: int, expected: float
 ) -> None:
     assert rate(bed, source, target, num_bytes, warm_up_bytes) == pytest.approx(expected, rel=0.15)
+
+
+def test_both_directions_at_once(bed: Testbed) -> None:
+    """Acknowledgements do not wait behind the data of the other direction."""
+    receivers = [server(bed, host, "receive", 500_000) for host in ("even-1", "even-2")]
+    start(bed, "even-1", "send", "even-2", 6_000_000)
+    start(bed, "even-2", "send", "even-1", 6_000_000)
+    assert [heard(receiver) for receiver in receivers] == pytest.approx([40 * MBIT] * 2, rel=0.15)
 
 
 def test_a_local_network_has_no_limit(bed: Testbed) -> None:

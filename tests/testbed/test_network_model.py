@@ -101,6 +101,20 @@ def test_a_full_queue_drops() -> None:
     assert len(arrivals(network)) == 1
 
 
+def test_acknowledgements_pass_those_who_wait() -> None:
+    made = topology(queue_s=0.1)
+    network = Network(made)
+    for _ in range(10):
+        network.send(0.0, "a", packet(made, "a", "b"))
+    network.send(0.0, "a", packet(made, "a", "c", payload=0))
+    time_s, host = arrivals(network)[0]
+    assert host == "c"
+    assert time_s == pytest.approx(0.01 + 40 / 1e5)
+    for _ in range(1000):  # but a flood of them is no way around the rate
+        network.send(9.0, "a", packet(made, "a", "c", payload=0))
+    assert len(arrivals(network)) * 40 == pytest.approx(2 * 0.1 * 1e5, rel=0.01)
+
+
 def test_a_cut_loses_what_is_under_way() -> None:
     made = topology()
     network = Network(made)
@@ -136,5 +150,5 @@ def test_a_home_shares_its_line_but_not_its_local_network() -> None:
 def test_garbage_is_lost(data: bytes) -> None:
     network = Network(topology())
     network.send(0.0, "a", bytes(10) + data)
-    assert network.due() is None
+    assert not arrivals(network)
     assert network.traffic("a").lost_bytes == len(data)

@@ -14,7 +14,7 @@ from .capture import Capture
 from .groups import Groups, Usage
 from .internet import Internet
 from .needs import TestbedRefused, missing
-from .process import Process, run_in
+from .process import Process, await_standstill, run_in
 from .topology import HostSpec, Topology
 
 __all__ = ["Host", "Testbed"]
@@ -125,8 +125,9 @@ class Testbed:
         self._signal(what, signal.SIGKILL)
 
     def stop(self, what: Process | str) -> None:
-        """SIGSTOP: the process, or all of a host, stands still."""
+        """SIGSTOP: the process, or all of a host, stands still when this returns."""
         self._signal(what, signal.SIGSTOP)
+        await_standstill([what.pid] if isinstance(what, Process) else self._running()[1].processes(what))
 
     def cont(self, what: Process | str) -> None:
         """SIGCONT: goes on after `stop`."""

@@ -54,7 +54,8 @@ def roots() -> dict[str, Root]:
         _, point, kind, options, *_ = line.split()
         if kind == "cgroup":
             for controller in set(options.split(",")) & set(_CONTROLLERS):
-                found[controller] = Root(1, Path(point) / mine.get(controller, "/").lstrip("/"))
+                folder = Path(point) / mine.get(controller, "/").lstrip("/")
+                found[controller] = Root(1, folder if folder.is_dir() else Path(point))  # in a container: its top
         elif kind == "cgroup2":
             for controller in (Path(point) / "cgroup.controllers").read_text().split():
                 found.setdefault(controller, Root(2, Path(point)))

@@ -90,6 +90,9 @@ def open_tun(name: str) -> int:
 
 
 def _set_up_network(address: str) -> None:
+    without_ipv6 = Path(f"/proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6")
+    if without_ipv6.exists():  # nobody would answer its search for routers
+        without_ipv6.write_text("1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
 
         def set_device(request: int, value: bytes, device: str = DEVICE) -> None:

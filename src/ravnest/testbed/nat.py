@@ -14,7 +14,6 @@ from .packet import ends, rewrite_source, rewrite_target
 
 __all__ = ["Nat"]
 
-_MOST_CONVERSATIONS = 32_768
 _FIRST_PORT, _LAST_PORT = 32_768, 65_535
 
 Inside = tuple[int, bytes, int, bytes, int]  # protocol, inner address, inner port, outer address, outer port
@@ -24,8 +23,8 @@ Outside = tuple[int, int, bytes, int]  # protocol, port of the router, outer add
 class Nat:
     """The conversations of one home."""
 
-    def __init__(self, address: bytes, *, symmetric: bool = False) -> None:
-        self.address = address
+    def __init__(self, address: bytes, *, symmetric: bool = False, most_conversations: int = 32_768) -> None:
+        self.address, self._most = address, most_conversations
         self._symmetric = symmetric
         self._next_port = _FIRST_PORT
         self._ports: dict[Inside, int] = {}
@@ -55,7 +54,7 @@ class Nat:
         return inside[1]
 
     def _remember(self, inside: Inside) -> int:
-        if len(self._ports) >= _MOST_CONVERSATIONS:
+        if len(self._ports) >= self._most:
             self._forget(next(iter(self._ports)))
         protocol, _, inner_port, outer, outer_port = inside
         port = self._fresh() if self._symmetric else inner_port

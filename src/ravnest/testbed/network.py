@@ -4,10 +4,13 @@ A line is a queue that empties at its rate. A packet of s bytes whose first byte
 
     begin = max(free, first);  free = begin + s / rate;  its last byte leaves at max(free, last)
 
-and it is dropped if it would wait longer than the line's queue allows. A packet goes through the lines up of its host
-and home, crosses (here a NAT lets it in or not, and lines down are shared with all who send at that moment), then goes
-through the lines down of the other home and host. Lines pass a packet on while it still comes in: the pieces of up to
-64 KB that the kernel hands over would be many packets on a real wire.
+and it is dropped if it would wait longer than the line's queue allows. Bare acknowledgements pass those who wait, as in
+today's home routers: behind a full queue they would slow down the other direction.
+
+A packet goes through the lines up of its host and home, crosses (here a NAT lets it in or not, and lines down are
+shared with all who send at that moment), then goes through the lines down of the other home and host. Lines pass a
+packet on while it still comes in: the pieces of up to 64 KB that the kernel hands over would be many packets on a real
+wire.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from heapq import heappop, heappush
 from ipaddress import IPv4Address
 
 from .nat import Nat
-from .packet import target_of, wire_bytes
+from .packet import is_acknowledgement, target_of, wire_bytes
 from .topology import Line, Topology
 
 __all__ = ["Network", "Traffic"]
@@ -38,15 +41,17 @@ class _Lane:
     def __init__(self, bytes_per_s: float | None, queue_s: float) -> None:
         self._bytes_per_s, self._queue_s, self._free_s = bytes_per_s, queue_s, 0.0
 
-    def take(self, first_s: float, last_s: float, num_bytes: int) -> tuple[float, float] | None:
+    def take(self, first_s: float, last_s: float, sent: _Sent) -> tuple[float, float] | None:
         """When the first and the last byte leave the lane; None: the queue is full."""
         if self._bytes_per_s is None:
             return first_s, last_s
-        begin_s = max(self._free_s, first_s)
-        if begin_s - first_s > self._queue_s:
+        begin_s, needs_s = max(self._free_s, first_s), sent.num_bytes / self._bytes_per_s
+        if begin_s - first_s > (2 * self._queue_s if sent.passes else self._queue_s):
             return None
-        self._free_s = begin_s + num_bytes / self._bytes_per_s
-        return begin_s, max(self._free_s, last_s)
+        self._free_s = begin_s + needs_s
+        if sent.passes:
+            begin_s = first_s
+        return begin_s, max(begin_s + needs_s, last_s)
 
 
 class _Place:
@@ -68,6 +73,7 @@ class _Sent:
     source: _Place
     packet: bytes | bytearray
     num_bytes: int
+    passes: bool  # those who wait for a line
     last_s: float  # when its last byte crosses
 
     def lose(self) -> None:
@@ -118,7 +124,7 @@ class Network:
     def send(self, now_s: float, source: str, packet: bytes) -> None:
         """A host sends a packet."""
         place = self._places[source]
-        sent = _Sent(place, packet, wire_bytes(packet), now_s)
+        sent = _Sent(place, packet, wire_bytes(packet), is_acknowledgement(packet), now_s)
         place.traffic.sent_bytes += sent.num_bytes
         self._num_sent += 1
         target = target_of(packet)
@@ -135,7 +141,7 @@ class Network:
             sent.packet = bytearray(sent.packet)
             if not place.nat.outward(sent.packet):
                 return sent.lose()
-        times = _through(place.up, now_s, now_s, sent.num_bytes)
+        times = _through(place.up, now_s, now_s, sent)
         if times is None:
             return sent.lose()
         sent.last_s = times[1] + place.delay_s
@@ -143,11 +149,8 @@ class Network:
 
     def due(self) -> float | None:
         """When to call `arrivals` next; None: nothing is under way."""
-        due_s = self._arriving[0][0] if self._arriving else None
-        if self._crossing:  # a packet does not arrive before its last byte has crossed
-            last_s = self._crossing[0][2].last_s
-            return last_s if due_s is None else min(due_s, last_s)
-        return due_s
+        times = [heap[0][0] for heap in (self._crossing, self._arriving) if heap]
+        return min(times, default=None)
 
     def arrivals(self, now_s: float) -> list[tuple[str, bytes | bytearray]]:
         """The packets that have arrived by now, in order, and at which hosts."""
@@ -168,7 +171,7 @@ class Network:
         target = self._let_in(sent)
         if target is None or self._is_cut(sent.source.name, target.name):
             return sent.lose()
-        times = _through(target.down, first_s, sent.last_s, sent.num_bytes)
+        times = _through(target.down, first_s, sent.last_s, sent)
         if times is None:
             return sent.lose()
         return heappush(self._arriving, (times[1] + target.delay_s, number, sent, target))
@@ -204,10 +207,10 @@ class Network:
         return self._places[host].traffic
 
 
-def _through(lanes: list[_Lane], first_s: float, last_s: float, num_bytes: int) -> tuple[float, float] | None:
+def _through(lanes: list[_Lane], first_s: float, last_s: float, sent: _Sent) -> tuple[float, float] | None:
     times: tuple[float, float] | None = (first_s, last_s)
     for lane in lanes:
         if times is None:
             return None
-        times = lane.take(*times, num_bytes)
+        times = lane.take(*times, sent)
     return times

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-__all__ = ["NOTE", "Ends", "ends", "rewrite_source", "rewrite_target", "target_of", "wire_bytes"]
+__all__ = ["NOTE", "Ends", "ends", "is_acknowledgement", "rewrite_source", "rewrite_target", "target_of", "wire_bytes"]
 
 NOTE = 10  # bytes of struct virtio_net_hdr
 _CHECKSUM_LEFT = 1  # flag: the checksum field holds the sum of the pseudo header only
@@ -77,6 +77,15 @@ def wire_bytes(packet: bytes | bytearray) -> int:
     headers = top - NOTE + (packet[top + 12] >> 4) * 4 if packet[NOTE + 9] == _TCP else top - NOTE + 8
     num_segments = -(-(size - headers) // max(1, segment))
     return size + max(0, num_segments - 1) * headers
+
+
+def is_acknowledgement(packet: bytes | bytearray) -> bool:
+    """Whether it says nothing but that data has come: TCP without payload, neither a beginning nor an end."""
+    size = len(packet) - NOTE
+    if not 40 <= size <= 100 or packet[NOTE + 9] != _TCP:
+        return False
+    top = _top(packet)
+    return size - (top - NOTE) == (packet[top + 12] >> 4) * 4 and packet[top + 13] & 0x07 == 0
 
 
 def _top(packet: bytes | bytearray) -> int:
