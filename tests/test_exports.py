@@ -36,10 +36,6 @@ def test_commands_and_flags() -> None:
     }
     assert flags == {
         "demo": ["--debug", "--folder", "--nodes", "--seed", "--steps"],
-        "plan": [
-            "--accumulate", "--compression", "--debug", "--json", "--max-staleness", "--microbatch", "--nodes",
-            "--recompute", "--seed", "--simulate", "--spares", "--trace", "--whole", "job",
-        ],
         "profile": [
             "--debug", "--json", "--max-upload", "--memory", "--name", "--peer", "--serve", "--threads", "job",
         ],

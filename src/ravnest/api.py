@@ -26,6 +26,7 @@ from .graph import trace
 from .graph.batch import batch_size_of, flatten, split_batch
 from .local import LocalRun, Progress, Work
 from .localplan import LocalPlan, Wishes, plan_local
+from .localrate import Cores
 from .profile.mix import Workload
 from .runtime import corrections
 from .runtime.corrections import Correction
@@ -45,7 +46,8 @@ class Training:
     One batch of the data is one step (update). It is split into `accumulate` microbatches, or into ones of
     `microbatch` samples. `mode` is "async" (no bubbles, gradients one update late) or "sync" (flush each step: bit
     for bit what plain PyTorch does). `memory` is what each node may use, such as "1GB,2GB"; `cores` are the processor
-    cores the nodes compute on, such as "0,1,1": nodes that share one are planned to be slower.
+    cores the nodes compute on, such as "0,1,1": nodes that share one are planned to be slower. `speeds` says how fast
+    each node is by other causes (a quota, say), such as "1,0.5,0.5" of what is measured here.
     """
 
     steps: int | None = None
@@ -59,6 +61,7 @@ class Training:
     memory: str | None = None
     threads: int | None = None
     cores: str | None = None
+    speeds: str | None = None
     recompute: bool = False
     autocast: str = "none"
     compression: str = "none"
@@ -90,8 +93,7 @@ class Training:
     @property
     def num_threads(self) -> int:
         """Torch threads of each worker: the cores shared out, one at the least."""
-        there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.threads or (1 if self.cores else max(1, there // self.num_nodes))
+        return self.threads or (1 if self.cores else max(1, _num_cores() // self.num_nodes))
 
     @property
     def core_of(self) -> tuple[int, ...] | None:
@@ -105,6 +107,19 @@ class Training:
         require(len(chosen) == self.num_nodes, f"{self.num_nodes} nodes need as many cores, not {len(chosen)}")
         there = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
         require(set(chosen) <= there, f"cores {sorted(set(chosen) - there)} are not there; these are: {sorted(there)}")
+        return chosen
+
+    @property
+    def speed_of(self) -> tuple[float, ...] | None:
+        """How fast each node is next to a core of this machine."""
+        if self.speeds is None:
+            return None
+        try:
+            chosen = tuple(float(text) for text in self.speeds.split(","))
+        except ValueError:
+            raise ValueError(f"speeds are numbers such as 1,0.5,0.5, not {self.speeds!r}") from None
+        require(len(chosen) == self.num_nodes, f"{self.num_nodes} nodes need as many speeds, not {len(chosen)}")
+        require(all(0.001 <= s <= 1000 for s in chosen), f"speeds are from 0.001 to 1000, not {self.speeds!r}")
         return chosen
 
     @property
@@ -174,8 +189,8 @@ class Job:
         return Wishes(
             nodes=how.num_nodes, batch_size=self._batch_size(example), accumulate=how.accumulate,
             microbatch=how.microbatch, synchronous=how.mode == "sync", max_staleness=how.max_staleness,
-            memory_bytes=how.memory_bytes, recompute=how.recompute, threads=how.num_threads,
-            speeds=None if (cores := how.core_of) is None else tuple(1 / cores.count(core) for core in cores),
+            memory_bytes=how.memory_bytes, recompute=how.recompute, speeds=how.speed_of,
+            cores=Cores(count=_num_cores(), threads=how.num_threads, pinned=how.core_of),
         )  # fmt: skip
 
     def _validate(self, how: Training) -> Callable[[], Sequence[Any]]:
@@ -211,6 +226,10 @@ class Run:
     def state_dict(self) -> dict[str, Tensor]:
         """The trained weights under the model's own names, tied ones included."""
         return read_model(self.folder / "model.safetensors")
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_model(path: Path | str) -> dict[str, Tensor]:

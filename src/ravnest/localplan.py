@@ -15,9 +15,12 @@ from .core.schedule import Rule, rules
 from .graph import Costs, Program, Stage, legal_cuts, measure_costs, split
 from .graph.program import refs
 from .graph.timing import measure_seconds
+from .localrate import Cores, expected_rate
 from .plan import Chain, MemoryModel, Node, Problem, Storage, partition
+from .profile.strain import measure_strain
 from .runtime.corrections import Correction, Corrector
 from .runtime.optimizers import Optimizer, state_bytes_per_parameter
+from .upkeep import measure_upkeep, with_upkeep
 
 __all__ = ["LocalPlan", "StagePlan", "Wishes", "chain_of", "memory_model", "plan_local"]
 
@@ -33,8 +36,8 @@ class Wishes:
     synchronous: bool = False
     max_staleness: int | None = None
     memory_bytes: tuple[int, ...] | None = None
-    speeds: tuple[float, ...] | None = None
-    threads: int = 1  # torch threads of each node, and so of the measurements
+    speeds: tuple[float, ...] | None = None  # of each node, next to a core of its own
+    cores: Cores = Cores(count=1)
     recompute: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +49,17 @@ class Wishes:
             self.memory_bytes is None or len(self.memory_bytes) == self.nodes,
             f"{self.nodes} nodes need as many memory sizes, not {len(self.memory_bytes or ())}",
         )
+        require(
+            self.speeds is None or len(self.speeds) == self.nodes,
+            f"{self.nodes} nodes need as many speeds, not {len(self.speeds or ())}",
+        )
+
+    @property
+    def speed_of(self) -> tuple[float, ...]:
+        """How fast each node is, for a fair share of the work: those that share a core count for a part of it."""
+        if self.speeds is None and (pinned := self.cores.pinned) is not None:
+            return tuple(1 / pinned.count(core) for core in pinned)
+        return self.speeds or (1.0,) * self.nodes
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class StagePlan:
     num_ops: int
     parameter_bytes: int
     memory_bytes: int
-    seconds: float  # of compute per microbatch
+    seconds: float  # of work per microbatch: operations, adding gradients, updates, messages
     sends_bytes: int  # forward, per microbatch
     depth: int
     delay: int
@@ -73,12 +87,13 @@ class LocalPlan:
     cuts: tuple[int, ...]
     accumulate: int
     max_microbatch: int
+    samples_per_s: float  # that we expect
     reason: str
 
     def write(self, path: Path) -> None:
         content = {
             "cuts": self.cuts, "accumulate": self.accumulate, "max_microbatch": self.max_microbatch,
-            "reason": self.reason, "stages": [asdict(p) for p in self.plans],
+            "samples_per_s": self.samples_per_s, "reason": self.reason, "stages": [asdict(p) for p in self.plans],
         }  # fmt: skip
         path.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -92,24 +107,30 @@ def plan_local(program: Program, optimizer: Optimizer, correction: Correction, w
         program, optimizer, correction, synchronous=wishes.synchronous or wishes.nodes == 1, accumulate=accumulate,
         recompute=wishes.recompute,
     )  # fmt: skip
-    with _threads(wishes.threads):
-        chain = chain_of(program, costs)
+    with _threads(wishes.cores.threads):
+        upkeep = measure_upkeep(program, optimizer, correction, delay=0 if memory.synchronous else 1)
+        chain = with_upkeep(chain_of(program, costs), upkeep, accumulate)
     # On one machine a byte over a cut costs processor time at both ends: a cheap cut is worth a little balance.
     found = partition(Problem(chain=chain, nodes=tuple(_nodes(wishes)), memory=memory, tolerance=0.03))
     depths = found.depths if wishes.accumulate or wishes.microbatch else [min(d, accumulate) for d in found.depths]
     chosen = rules(depths, accumulate, synchronous=wishes.synchronous, max_staleness=wishes.max_staleness)
     bounds = [0, *found.cuts, len(program.ops)]
+    work_s = [
+        seconds * speed + upkeep.move_s * sum(chain.cut_bytes(b) for b in bounds[i : i + 2])
+        for i, (seconds, speed) in enumerate(zip(found.stage_seconds, wishes.speed_of, strict=True))
+    ]
     plans = tuple(
         StagePlan(
             node=f"node-{i}", first_op=bounds[i], num_ops=bounds[i + 1] - bounds[i],
             parameter_bytes=costs.parameter_bytes(bounds[i], bounds[i + 1]), memory_bytes=found.memory[i].total,
-            seconds=found.stage_seconds[i], sends_bytes=costs.cuts[bounds[i + 1]].forward_bytes,
+            seconds=work_s[i] / wishes.speed_of[i], sends_bytes=costs.cuts[bounds[i + 1]].forward_bytes,
             depth=chosen[i].depth, delay=chosen[i].delay,
         )
         for i in range(wishes.nodes)
     )  # fmt: skip
     stages = tuple(split(program, found.cuts))
-    return LocalPlan(stages, plans, tuple(chosen), found.cuts, accumulate, largest, found.reason)
+    rate = expected_rate(work_s, wishes.speeds or (1.0,) * wishes.nodes, chosen, wishes.cores, wishes.batch_size)
+    return LocalPlan(stages, plans, tuple(chosen), found.cuts, accumulate, largest, rate, found.reason)
 
 
 @contextmanager
@@ -133,7 +154,7 @@ def _accumulate(wishes: Wishes) -> int:
 def _nodes(wishes: Wishes) -> Iterator[Node]:
     for i in range(wishes.nodes):
         memory = float("inf") if wishes.memory_bytes is None else wishes.memory_bytes[i]
-        yield Node(speed=1.0 if wishes.speeds is None else wishes.speeds[i], memory_bytes=memory)
+        yield Node(speed=wishes.speed_of[i], memory_bytes=memory)
 
 
 def memory_model(
@@ -157,8 +178,9 @@ def memory_model(
 
 
 def chain_of(program: Program, costs: Costs) -> Chain:
-    """The program in numbers, as the planner takes it."""
+    """The program in numbers, as the planner takes it: its seconds are those of a training run on this machine."""
     seconds = measure_seconds(program, costs.batch, budget_s=2.0, costs=costs)
+    strain = measure_strain(program, costs, seconds, budget_s=0.7)
     readers: dict[str, list[int]] = {s.name: [] for s in program.state}
     for i, op in enumerate(program.ops):
         for name in dict.fromkeys(refs(op)):
@@ -166,8 +188,8 @@ def chain_of(program: Program, costs: Costs) -> Chain:
                 readers[name].append(i)
     kept = [(s, Storage(s.num_bytes, tuple(readers[s.name]))) for s in program.state]
     return Chain(
-        forward_s=tuple(s.forward_s for s in seconds),
-        backward_s=tuple(s.backward_s for s in seconds),
+        forward_s=tuple(s.forward_s * strain for s in seconds),
+        backward_s=tuple(s.backward_s * strain for s in seconds),
         cuts=tuple(legal_cuts(program)),
         forward_bytes=tuple(c.forward_bytes for c in costs.cuts),
         backward_bytes=tuple(c.backward_bytes for c in costs.cuts),

@@ -1,11 +1,11 @@
 """How fast this machine trains: FLOPs of a program's forward and backward passes over the seconds that they take here.
 
-    speed = FLOPs / seconds * min(1, processors' worth of time that we may use / threads)
+    speed = FLOPs / (seconds of the operations, each alone * strain)
 
 The program is the job's own where there is one, else a reference mix of what models are made of: a transformer block
 and a block of convolutions. A processor runs each distinct operation alone (`graph.timing`), so that a model too big
-for the machine is measured too. These moments are too short for a container's quota to show: hence the last factor.
-An accelerator runs the reference mix as a whole.
+for the machine is measured too; what that leaves out, a container's quota for one, is in the strain (`strain`). An
+accelerator runs the reference mix as a whole.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..graph.program import resolve_dim
 from ..graph.timing import measure_seconds
 from .cgroup import allowed
 from .mix import Workload, reference_mix
+from .strain import measure_strain
 
 __all__ = ["Speed", "measure_speed", "usable_cores", "whole_seconds"]
 
@@ -54,13 +55,14 @@ def measure_speed(
             costs = measure_costs(work.program, work.batch)
             flops += costs.flops(0, len(costs.ops))
             if on_cpu:
-                found = measure_seconds(work.program, work.batch, budget_s=budget_s / len(works), costs=costs)
-                seconds += sum(op.total_s for op in found)
+                share_s = budget_s / len(works)
+                found = measure_seconds(work.program, work.batch, budget_s=share_s * 2 / 3, costs=costs)
+                strain = measure_strain(work.program, costs, found, budget_s=share_s / 3)
+                seconds += sum(op.total_s for op in found) * strain
             else:
                 seconds += whole_seconds(work, device)
-    share = min(1.0, usable_cores() / threads) if on_cpu else 1.0
     on = "the job's own program" if works == [job] else "a transformer block and a convolution block"
-    return Speed(flops / max(seconds, 1e-9) * share / 1e9, on)
+    return Speed(flops / max(seconds, 1e-9) / 1e9, on)
 
 
 def whole_seconds(work: Workload, device: torch.device) -> float:

@@ -1,0 +1,117 @@
+"""What a local plan expects of its run: the rate from seconds, and the work that no operation shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import ravnest
+from ravnest.api import Job, Training
+from ravnest.core.schedule import Rule, rules
+from ravnest.graph import Program, measure_costs, trace
+from ravnest.localplan import Wishes, chain_of, plan_local
+from ravnest.localrate import Cores, expected_rate
+from ravnest.runtime import corrections
+from ravnest.runtime.optimizers import SGD, AdamW
+from ravnest.upkeep import Upkeep, measure_upkeep, with_upkeep
+
+FREE = Cores(count=64)
+seconds = st.floats(min_value=1e-4, max_value=10.0)
+
+
+def deep(num: int, accumulate: int) -> list[Rule]:
+    """More in flight than any stages need."""
+    return rules([accumulate] * (num - 1) + [1], accumulate)
+
+
+@given(st.lists(seconds, min_size=1, max_size=5))
+def test_the_slowest_node_sets_the_pace(work_s: list[float]) -> None:
+    accumulate = 200_000  # as many in flight as the most uneven of these stages need
+    chosen = [Rule(accumulate=accumulate, depth=accumulate, delay=1)] * len(work_s)
+    rate = expected_rate(work_s, [1.0] * len(work_s), chosen, FREE, accumulate)
+    assert rate == pytest.approx(1 / max(work_s))
+
+
+@given(st.lists(st.tuples(seconds, st.floats(0.1, 1.0)), min_size=2, max_size=5), st.integers(2, 8))
+def test_more_of_anything_is_never_slower(nodes: list[tuple[float, float]], accumulate: int) -> None:
+    work_s, speeds = zip(*nodes, strict=True)
+    chosen = deep(len(nodes), accumulate)
+    rate = expected_rate(work_s, speeds, chosen, Cores(count=2), accumulate)
+    assert expected_rate(work_s, [1.0] * len(nodes), chosen, Cores(count=2), accumulate) >= rate
+    assert expected_rate(work_s, speeds, chosen, FREE, accumulate) >= rate
+    assert expected_rate(work_s, speeds, chosen, Cores(count=2, threads=2), accumulate) <= rate
+
+
+def test_cores_that_are_shared() -> None:
+    chosen = deep(3, 8)
+    assert expected_rate([1.0, 1.0, 1.0], [1.0] * 3, chosen, Cores(count=2), 8) == pytest.approx(2 / 3)
+    pinned = Cores(count=2, pinned=(0, 1, 1))
+    assert expected_rate([1.0, 0.7, 0.5], [1.0] * 3, chosen, pinned, 8) == pytest.approx(1 / 1.2)
+    assert expected_rate([1.5, 0.7, 0.5], [1.0] * 3, chosen, pinned, 8) == pytest.approx(1 / 1.5)
+
+
+def test_a_flush_costs_the_first_trip() -> None:
+    chosen = rules([4, 1], 4, synchronous=True)
+    assert expected_rate([1.0, 1.0], [1.0, 1.0], chosen, FREE, 4) == pytest.approx(4 / 5)
+
+
+def test_what_parameters_cost_goes_to_who_reads_them_first() -> None:
+    upkeep = Upkeep(add_s=1e-9, update_s=5e-9, move_s=0.0)
+    assert upkeep.parameters_s(10**9, accumulate=1) == pytest.approx(5.0)
+    assert upkeep.parameters_s(10**9, accumulate=4) == pytest.approx((3 + 5) / 4)
+    program = model()
+    chain = chain_of(program, measure_costs(program, 4))
+    more = with_upkeep(chain, upkeep, accumulate=1)
+    assert sum(more.backward_s) - sum(chain.backward_s) == pytest.approx(5e-9 * 4 * program.num_parameters)
+    assert more.forward_s == chain.forward_s
+
+
+def model(width: int = 256) -> Program:
+    build = lambda: nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4))  # noqa: E731
+    return trace(build, nn.functional.mse_loss, (torch.zeros(8, 16), torch.zeros(8, 4)))
+
+
+def test_upkeep_is_measured() -> None:
+    program = model(100_000)
+    plain = measure_upkeep(program, SGD(0.1), corrections.none(), delay=0)
+    adam = measure_upkeep(program, AdamW(1e-3), corrections.DEFAULT, delay=1)
+    for found in (plain, adam):
+        assert min(found.add_s, found.update_s, found.move_s) > 1e-12
+        assert max(found.add_s, found.update_s, found.move_s) < 1e-7, "a byte takes nanoseconds"
+    assert adam.update_s > plain.update_s, "it passes over more memory"
+
+
+def test_a_plan_says_what_it_expects(tmp_path: Path) -> None:
+    wishes = Wishes(nodes=2, batch_size=8, accumulate=4, cores=Cores(count=2))
+    plan = plan_local(model(2000), AdamW(1e-3), corrections.DEFAULT, wishes)
+    slowest = max(p.seconds for p in plan.plans)
+    assert 0 < plan.samples_per_s <= 2 / slowest * 1.001
+    plan.write(tmp_path / "plan.json")
+    assert f'"samples_per_s": {plan.samples_per_s}' in (tmp_path / "plan.json").read_text()
+
+
+def test_slower_nodes_get_less_to_do() -> None:
+    wishes: dict[str, Any] = {"nodes": 2, "batch_size": 8, "accumulate": 4, "cores": Cores(count=2)}
+    build = lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # noqa: E731
+    program = trace(build, nn.functional.mse_loss, (torch.zeros(8, 256), torch.zeros(8, 256)))
+    fair = plan_local(program, SGD(0.1), corrections.none(), Wishes(**wishes))
+    uneven = plan_local(program, SGD(0.1), corrections.none(), Wishes(speeds=(1.0, 0.25), **wishes))
+    assert uneven.plans[1].num_ops < fair.plans[1].num_ops
+    assert uneven.samples_per_s < fair.samples_per_s
+
+
+@pytest.mark.parametrize("speeds", ["1", "1,2,3", "fast,slow", "1,0", "1,-1", "1,nan", "1,inf"])
+def test_speeds_that_are_none(speeds: str) -> None:
+    job = Job(lambda: nn.Linear(4, 2), nn.functional.mse_loss, [(torch.zeros(4, 4), torch.zeros(4, 2))])
+    with pytest.raises(ValueError, match="speeds"):
+        job.train(Training(steps=1, on="local:2", speeds=speeds))
+
+
+def test_speeds_are_for_each_node() -> None:
+    assert ravnest.Training(on="local:3", speeds="1,0.5,0.25").speed_of == (1.0, 0.5, 0.25)
