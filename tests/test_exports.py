@@ -36,13 +36,20 @@ def test_commands_and_flags() -> None:
     }
     assert flags == {
         "demo": ["--debug", "--folder", "--nodes", "--seed", "--steps"],
+        "plan": [
+            "--accumulate", "--compression", "--debug", "--json", "--max-staleness", "--microbatch", "--nodes",
+            "--recompute", "--seed", "--simulate", "--spares", "--trace", "--whole", "job",
+        ],
         "profile": [
             "--debug", "--json", "--max-upload", "--memory", "--name", "--peer", "--serve", "--threads", "job",
         ],
+        "testbed": [
+            "--check", "--clean", "--cut", "--debug", "--duration", "--host", "--kill", "--stop", "command", "topology",
+        ],
         "train": [
             "--accumulate", "--autocast", "--compression", "--cores", "--debug", "--epochs", "--folder", "--local",
-            "--max-staleness", "--memory", "--microbatch", "--mode", "--recompute", "--seed", "--steps", "--threads",
-            "--validate-every", "job",
+            "--max-staleness", "--memory", "--microbatch", "--mode", "--recompute", "--seed", "--speeds", "--steps",
+            "--threads", "--validate-every", "job",
         ],
     }  # fmt: skip
 

@@ -61,6 +61,9 @@ def train(
     cores: Annotated[
         str | None, typer.Option(help="The core of each node: 0,1,1 makes the last two share one.")
     ] = None,
+    speeds: Annotated[
+        str | None, typer.Option(help="How fast each node is next to a core of this machine: 1,0.5,0.5")
+    ] = None,
     recompute: Annotated[bool | None, typer.Option(help="Keep no activations, compute them again.")] = None,
     autocast: Annotated[str | None, typer.Option(help="none or bf16.")] = None,
     compression: Annotated[str | None, typer.Option(help="Of activations on links: none, bf16, int8.")] = None,
@@ -80,7 +83,7 @@ def train(
     given = {
         "on": None if local is None else f"local:{local}", "steps": steps, "epochs": epochs, "microbatch": microbatch,
         "accumulate": accumulate, "mode": mode, "max_staleness": max_staleness, "memory": memory, "threads": threads,
-        "cores": cores, "recompute": recompute, "autocast": autocast, "compression": compression,
+        "cores": cores, "speeds": speeds, "recompute": recompute, "autocast": autocast, "compression": compression,
         "validate_every": validate_every, "seed": seed, "folder": folder,
     }  # fmt: skip
     run_job(load_job(job), {name: value for name, value in given.items() if value is not None})
@@ -115,6 +118,87 @@ def profile(
         from .jobfile import load_job
 
         measured(asked, None if job is None else load_job(job).job.workload, as_json=as_json)
+
+
+@app.command()
+def plan(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = ravnest.Job(...)`.")],
+    nodes: Annotated[Path, typer.Option(help="A TOML file of the PCs; `examples/nodes.toml` shows how.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole plan as JSON and nothing else.")] = False,
+    simulate: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Simulate so long a run, such as 10m, failures included.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the simulated timeline here, for Perfetto.")] = None,
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches per update; by default as many as are in flight.")
+    ] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=1, help="Most updates a gradient may be late.")] = None,
+    spares: Annotated[int, typer.Option(min=0, help="How many PCs to hold back, to take the place of others.")] = 0,
+    recompute: Annotated[bool | None, typer.Option(help="Keep no activations, compute them again.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Of activations on links: none, bf16, int8.")] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Let one PC hold the whole model, if that is best.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the search and of the simulated failures.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Plan who would do what on a fleet of PCs, and how fast it would go. Trains nothing.
+
+    The model's operations are timed here, which takes a few seconds; a node's speed in GFLOP/s says how much faster
+    or slower it is.
+
+    Example: `ravnest plan job.py --nodes nodes.toml --simulate 10m --trace run.json`
+    """
+    from .plancommand import Asked, plan_command
+
+    given = {
+        "microbatch": microbatch, "accumulate": accumulate, "max_staleness": max_staleness, "recompute": recompute,
+        "compression": compression,
+    }  # fmt: skip
+    asked = Asked(
+        job=job, nodes=nodes, changes={name: value for name, value in given.items() if value is not None},
+        num_spares=spares, whole=whole, as_json=as_json, simulate=simulate, trace=trace, seed=seed,
+    )  # fmt: skip
+    plan_command(asked)
+
+
+@app.command("testbed")
+def run_testbed(
+    topology: Annotated[Path | None, typer.Argument(help="A TOML file; `examples/home.toml` shows how.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="After --: what to run on hosts without a command of their own.")
+    ] = None,
+    host: Annotated[list[str] | None, typer.Option(help="Run the command on this host only; may be repeated.")] = None,
+    duration: Annotated[str | None, typer.Option(metavar="TIME", help="End after so long, such as 30s.")] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="Cut a link: 'anna-1 5s after 10s'; of two hosts: between them.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Let a host stand still: 'anna-1 5s after 10s'.")] = None,
+    kill: Annotated[list[str] | None, typer.Option(help="Kill all that runs on a host: 'anna-1 after 10s'.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Show the hosts and what this machine lacks.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed testbeds have left behind.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run a command on PCs of a small internet on this machine: slow lines, NATs, faults. Needs Linux and root.
+
+    In a command, `{name}` and `{address}` are the host's own. Hosts know their home and the public by name. Ctrl-C ends all.
+
+    Example: `ravnest testbed home.toml --cut "anna-1 5s after 10s" -- ravnest join --name {name} TICKET`
+    """
+    from .testbed import command as asking
+
+    if clean:
+        asking.clean_up()
+    if topology is None:
+        if not clean:
+            raise ValueError("name a topology file, such as examples/home.toml, or --clean")
+    elif check:
+        asking.check(topology)
+    else:
+        asked = asking.Asked(
+            topology=topology, command=tuple(command or ()), only=tuple(host or ()), duration=duration,
+            cut=tuple(cut or ()), stop=tuple(stop or ()), kill=tuple(kill or ()),
+        )  # fmt: skip
+        sys.exit(asking.run(asked))
 
 
 @app.command()
