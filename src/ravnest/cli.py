@@ -180,7 +180,8 @@ def run_testbed(
 ) -> None:
     """Run a command on PCs of a small internet on this machine: slow lines, NATs, faults. Needs Linux and root.
 
-    In a command, `{name}` and `{address}` are the host's own. Hosts know their home and the public by name. Ctrl-C ends all.
+    In a command, `{name}` and `{address}` are the host's own. Hosts know their home and the public by name. Ctrl-C ends
+    all.
 
     Example: `ravnest testbed home.toml --cut "anna-1 5s after 10s" -- ravnest join --name {name} TICKET`
     """

@@ -60,8 +60,9 @@ def fleet_question(
     memory = memory_model(
         work.program, job.optimizer, how.correction, accumulate=accumulate, recompute=how.recompute
     )  # fmt: skip
+    chain = compressed(chain, work.program, work.batch, how.compression)
     task = Task(
-        chain=compressed(chain, work.program, work.batch, how.compression),
+        chain=chain if whole else chain.sharing_weights(),
         fleet=nodes.fleet(gflops),
         memory=memory,
         microbatch=work.batch,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
@@ -75,6 +76,16 @@ class Chain:
     @property
     def num_ops(self) -> int:
         return len(self.forward_s)
+
+    def sharing_weights(self) -> Chain:
+        """The chain with only those cuts that leave weights on both sides: then two or more stages share the model.
+
+        Without them a stage with all the weights could count as part of a model because another adds up the loss.
+        """
+        owned = [op for op, size in enumerate(_by_first_op(self)) if size]
+        if not owned:
+            return self
+        return replace(self, cuts=tuple(cut for cut in self.cuts if owned[0] < cut <= owned[-1]))
 
     def places(self, limit: int) -> Places:
         """At most `limit` cuts to choose from: of neighbours with next to nothing between them, the cheapest.
