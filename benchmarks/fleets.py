@@ -1,11 +1,10 @@
-"""Fleets and chains for planner benchmarks: a GPT by formulas, and random uneven home PCs."""
+"""Fleets and chains for planner benchmarks: a GPT by formulas, random uneven home PCs, small tasks made hard."""
 
 from __future__ import annotations
 
 import random
 
-from ravnest.plan import Chain, Storage
-from ravnest.plan.fleet import Fleet, Machine
+from ravnest.plan import Chain, Fleet, Machine, MemoryModel, Storage, Task
 
 FLOPS_PER_S = 1e12  # of a machine of speed 1, in training
 _MBIT = 1e6 / 8
@@ -61,4 +60,49 @@ def _home_pc(rng: random.Random, name: str, count: int) -> Machine:
         region=rng.choice(["eu", "eu", "us-east", "us-west", "asia", "south"]),
         site=f"site-{rng.randrange(max(1, count // 10))}" if rng.random() < 0.15 else "",
         reliability=rng.uniform(0.8, 1.0),
+    )
+
+
+def hard_task(seed: int) -> Task:
+    """Three to six machines and five to nine ops: uneven and tight memory, slow lines, regions, sites, depth caps."""
+    rng = random.Random(seed)
+    chain = _small_chain(rng, rng.randint(5, 9))
+    memory = MemoryModel(base_bytes=0, correction_copies=rng.choice([0, 2]), recompute=rng.random() < 0.2)
+    whole = sum(s.num_bytes for s in chain.weights) * 7 + 2 * sum(s.num_bytes for s in chain.saved)
+    machines = tuple(_small_machine(rng, f"m{i}", whole) for i in range(rng.choice([3, 4, 4, 5, 5, 6])))
+    return Task(
+        chain=chain,
+        fleet=Fleet(machines=machines, far_s=rng.choice([0.04, 1.0]), lan_bytes_per_s=200.0),
+        memory=memory,
+        accumulate=rng.choice([0, 0, 0, 2, 3]),
+    )
+
+
+def _small_chain(rng: random.Random, num: int) -> Chain:
+    def some(low: float, high: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(low, high) for _ in range(num))
+
+    seconds = some(0.2, 2.0)
+    return Chain(
+        forward_s=seconds,
+        backward_s=tuple(2 * s for s in seconds),
+        cuts=tuple(range(1, num)),
+        forward_bytes=tuple(rng.randrange(10, 60) for _ in range(num + 1)),
+        backward_bytes=tuple(rng.randrange(10, 60) for _ in range(num + 1)),
+        weights=tuple(Storage(rng.randrange(5, 60), (i,)) for i in range(num)),
+        saved=tuple(Storage(rng.randrange(20, 120), (i,)) for i in range(num)),
+    )
+
+
+def _small_machine(rng: random.Random, name: str, whole_bytes: float) -> Machine:
+    up = rng.choice([3.0, 10.0, 30.0, 100.0])
+    return Machine(
+        name=name,
+        memory_bytes=whole_bytes * rng.uniform(0.15, 0.9),
+        speed=rng.uniform(0.3, 3.0),
+        up_bytes_per_s=up,
+        down_bytes_per_s=up * rng.choice([1, 3]),
+        latency_s=rng.uniform(0.0, 0.2),
+        region=rng.choice(["eu", "us"]),
+        site=rng.choice(["", "", "lab"]),
     )

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from random import Random
 from typing import Any
 
 import pytest
@@ -126,6 +127,15 @@ def test_near_links_are_preferred() -> None:
     fleet = fleet_of(*[replace(ANY, region=region) for region in regions])
     plan = form(Task(chain=weighted(), fleet=fleet, memory=SMALL))
     assert all(len({fleet[name].region for name in cluster.members}) == 1 for cluster in plan.clusters)
+
+
+def test_near_links_are_found_among_many() -> None:
+    rng = Random(0)
+    regions = ["eu", "us", "asia"]
+    fleet = fleet_of(*[replace(ANY, region=rng.choice(regions), speed=rng.choice([0.9, 1.0, 1.1])) for _ in range(30)])
+    plan = form(Task(chain=weighted(), fleet=fleet, memory=SMALL))
+    far = sum(len({fleet[name].region for name in cluster.members}) > 1 for cluster in plan.clusters)
+    assert far <= 0.5 * len(plan.clusters)  # by chance two in three
 
 
 def test_spares_are_those_that_cost_least() -> None:

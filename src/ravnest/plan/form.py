@@ -2,9 +2,8 @@
 
     maximise  sum over clusters of  microbatch / interval_s     each within memory and the cap on depth
 
-A first grouping (`construct`) is improved by small changes (`improve`); of a handful of machines all groupings are
-looked at (`repack`). All these ask `quick`, which is fast; the clusters they find are then cut by `partition`, which is
-exact. A machine that helps nobody is a spare if it could hold some member's stage, and else is left out.
+The search (`search`) asks `quick`, which is fast; the clusters it finds are then cut by `partition`, which is exact. A
+machine that helps nobody is a spare if it could hold some member's stage, and else is left out.
 """
 
 from __future__ import annotations
@@ -13,32 +12,31 @@ from itertools import pairwise
 from random import Random
 
 from ..core.config import require
-from .construct import first_groups
 from .fit import fleet_does_not_fit
 from .fleet import ClusterPlan, FleetPlan, Task
-from .groups import Groups
 from .idle import explain_idle
 from .improve import improve
+from .near import bring_near
 from .order import nearest
 from .partition import Partition, partition
 from .problem import DoesNotFit, Problem
 from .quick import Quick, Row
-from .repack import repacked
+from .search import find_groups
 from .spares import hold_back
 
 __all__ = ["form"]
 
-_ALL_GROUPINGS = 6  # up to so many machines
 _PLACES = (64, 512)  # coarse at first; if nothing fits, finer
-_FINAL_PLACES = 96  # cuts that the exact partition of a cluster compares
-_MOST_ASKED, _ASKED_PER_MACHINE = 400_000, 3000
+_FINAL_PLACES = 96  # at least, of which the exact partition of a cluster takes its cuts
+_TOLERANCE = 0.005
+_MOST_BUDGET, _BUDGET_PER_KIND, _BUDGET_PER_MACHINE = 600_000, 3000, 100  # tries, and questions of how fast a row is
 _MOST_MISSING = 64  # machines that an error is about
 
 
 def form(task: Task, *, seed: int = 0, effort: float = 1.0) -> FleetPlan:
     """The best clusters found, the spares and who is left out, each with its reason. Raises `DoesNotFit`.
 
-    `effort` scales how often the search asks how fast a row of machines is; the same seed gives the same plan.
+    `effort` scales how much is tried; the same seed gives the same plan.
     """
     require(effort > 0, f"effort must be above 0, not {effort}")
     for places in _PLACES:
@@ -62,31 +60,17 @@ class _Former:
     def __init__(self, quick: Quick, min_stages: int, rng: Random, effort: float) -> None:
         self.quick, self.task, self.min_stages, self.rng = quick, quick.task, min_stages, rng
         count = len(quick.machines)
-        self.max_asked = int(effort * min(_MOST_ASKED, _ASKED_PER_MACHINE * count))
+        self.max_places = max(_FINAL_PLACES, quick.places.end)  # so the cuts that the search relied on are among them
+        most = _BUDGET_PER_KIND * len(set(quick.kinds)) + _BUDGET_PER_MACHINE * count
+        self.budget = int(effort * min(_MOST_BUDGET, most))
         self._partitions: dict[Row, Partition] = {}
-        self.groups = self._search(range(count))
-
-    def _search(self, usable: range) -> Groups:
-        quick = self.quick
-        if len(usable) <= _ALL_GROUPINGS:
-            rows = repacked(quick, list(usable), self.min_stages, all_orders=_ALL_GROUPINGS)
-            return Groups(quick, usable, rows)
-        groups = first_groups(quick, usable, self.min_stages)
-        if not groups.rows:
-            groups.replace([], self._any_row(usable))
-        improve(groups, self.rng, self.min_stages, quick.asked + self.max_asked)
-        return groups
-
-    def _any_row(self, usable: range) -> list[Row]:
-        """A row of as few of the largest machines as the model fits on, if there is one."""
-        largest = sorted(usable, key=lambda m: (-self.quick.machines[m].memory_bytes, m))
-        rows = (tuple(largest[:count]) for count in range(self.min_stages, self.quick.places.end + 1))
-        return [row for row in rows if self.quick.reaches(row, 0.0)][:1]
+        self.groups = find_groups(quick, rng, min_stages=min_stages, budget=self.budget)
 
     def plan(self) -> FleetPlan:
         held = hold_back(self.groups, self.task.num_spares, self.min_stages, self._smallest_stage_bytes)
         if held:
-            improve(self.groups, self.rng, self.min_stages, self.quick.asked + self.max_asked // 4)
+            improve(self.groups, self.rng, self.min_stages, self.budget // 4)
+        bring_near(self.groups, self.rng)
         clusters = [self._cluster(nearest(self.quick, row)) for row in self.groups.rows]
         clusters.sort(key=lambda cluster: (-cluster.samples_per_s, cluster.members))
         spares, left_out = explain_idle(self.groups, clusters, held)
@@ -109,7 +93,7 @@ class _Former:
     def _cut(self, row: Row) -> Partition:
         key = tuple(map(self.quick.kinds.__getitem__, row))
         if key not in self._partitions:
-            self._partitions[key] = partition(_problem(self.task, row))
+            self._partitions[key] = partition(_problem(self.task, row, self.max_places))
         return self._partitions[key]
 
     def _reason(self, clusters: list[ClusterPlan], num_spares: int, num_left_out: int) -> str:
@@ -130,7 +114,7 @@ class _Former:
         return text
 
 
-def _problem(task: Task, row: Row) -> Problem:
+def _problem(task: Task, row: Row, max_places: int) -> Problem:
     machines = [task.fleet.machines[m] for m in row]
     return Problem(
         chain=task.chain,
@@ -139,7 +123,8 @@ def _problem(task: Task, row: Row) -> Problem:
         memory=task.memory,
         max_depth=task.max_depth,
         slack=task.slack,
-        max_places=_FINAL_PLACES,
+        tolerance=_TOLERANCE,
+        max_places=max_places,
     )
 
 

@@ -11,10 +11,10 @@ from itertools import combinations, pairwise, permutations
 
 from .quick import GAIN, Quick, Row
 
-__all__ = ["best_order", "inserted", "nearest", "reordered"]
+__all__ = ["EQUAL", "best_order", "inserted", "latency_s", "nearest", "reordered"]
 
 _ALL_ORDERS = 4  # up to so many machines
-_EQUAL = 0.995  # orders within this of the best are as good; the nearest links decide
+EQUAL = 0.998  # rows within this of each other are as good; the nearest links decide
 
 
 def best_order(quick: Quick, members: Sequence[int], *, all_orders: int = _ALL_ORDERS) -> Row:
@@ -56,7 +56,7 @@ def reordered(quick: Quick, row: Row) -> Row:
 
 def nearest(quick: Quick, row: Row) -> Row:
     """Of the orders that do as much as `row`, the one with the least latency between neighbours."""
-    wanted = quick.per_s(row) * _EQUAL
+    wanted = quick.per_s(row) * EQUAL
     orders = permutations(row) if len(row) <= _ALL_ORDERS else _changes(row)
     near, least_s = row, latency_s(quick, row)
     for other in orders:
