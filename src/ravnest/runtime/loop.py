@@ -1,7 +1,7 @@
 """The loop of a stage: ask the schedule what is next, do it, send what it made; wait only when there is nothing.
 
 One thread computes. Messages arrive in an inbox that other threads fill, and leave through doors that other threads
-empty; the loop looks at all that has arrived before each decision, so that a backward goes before a forward.
+empty; the loop looks at all that has arrived before each decision.
 """
 
 from __future__ import annotations
