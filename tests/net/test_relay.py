@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -322,9 +323,12 @@ def test_a_thousand_connections_that_never_finish_keep_nobody_out(members: Membe
     limits = FrontConfig(max_per_address=300, max_handshakes=50, handshake_s=60)
     with RelayServer(members, front=lambda tell: limits) as server, contextlib.ExitStack() as stack:
         server.open()
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
         for i in range(1000):
             stack.enter_context(socket.create_connection(server.address, source_address=(f"127.0.1.{i % 4}", 0)))
         assert server.in_loop(lambda: server.front.num_handshakes) <= 50
+        assert tracemalloc.get_traced_memory()[1] < 50e6  # a handshake has a buffer of 256 kB: all would have 256 MB
         with joined(members, server.relay()) as (left, right):
             left.send(Note(1), deadline_s=DEADLINE_S)
             assert receive(right) == (Note(1), [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import socket
 import ssl
 import threading
@@ -150,7 +151,8 @@ async def _connect(sock: socket.socket, address: Address) -> None:
     except TimeoutError:
         raise
     except OSError as error:
-        raise LinkClosed(f"cannot reach {show(address)}: {error.strerror or error}") from error
+        reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio puts its own words over it
+        raise LinkClosed(f"cannot reach {show(address)}: {reason}") from error
 
 
 async def _resolve(address: Address) -> list[Address]:

@@ -174,8 +174,11 @@ class _Visitor(asyncio.Protocol):
             self._served.connection_lost(error)
 
     def send_away(self) -> None:
-        if self._shaking is not None:
-            self._shaking.cancel()  # a handshake that begins on a lost connection would never be told so
+        # A handshake that begins on a lost connection would never be told so. And the task is let go: it would hold
+        # this visitor by the frames of its error, and their buffers would wait for the collector of cycles.
+        shaking, self._shaking = self._shaking, None
+        if shaking is not None:
+            shaking.cancel()
         if self._plain is not None:
             self._plain.abort()
 

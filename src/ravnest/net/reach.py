@@ -74,6 +74,7 @@ class Call:
 
     async def _keep_trying(self, way: Way) -> None:
         await asyncio.sleep(way.after_s)
+        self._failures[str(way)] = "no answer yet"
         pause_s = self._config.retry_s
         while not await self._succeeds(str(way), self._go(way)):
             await asyncio.sleep(pause_s)
@@ -149,8 +150,9 @@ class Call:
 
     def _reached(self, connection: Connection, here: Here) -> Reached:
         reason = f"{connection.how}: {connection.words}"
-        if connection.how != "direct" and self._failures:
-            reason += f", because {tell_failures(self._failures)}"
+        others = {way: why for way, why in self._failures.items() if not way.startswith(connection.how)}
+        if connection.how != "direct" and others:
+            reason += f", because {tell_failures(others)}"
         link = StreamLink(connection.channel, self._link, peer=connection.peer)
         hint = advise(connection.how, self.peer.name, self._dialler.port, here)
         return Reached(link, connection.how, reason, hint)
