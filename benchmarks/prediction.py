@@ -68,8 +68,8 @@ def add_prediction(report: Report, *, quick: bool) -> None:
     if reason:
         report.rows.append({"prediction": f"not measured: {reason}"})
         return
-    speeds = measure_speeds(sorted({share for case in CASES for share in case.shares}), rounds=3 if quick else 7)
-    turns = [turn(speeds, steps=16 if quick else 24) for _ in range(1 if quick else 5)]
+    speeds = measure_speeds(sorted({share for case in CASES for share in case.shares}), rounds=3 if quick else 5)
+    turns = [turn(speeds, steps=16 if quick else 20) for _ in range(1 if quick else 3)]
     rate_off, memory_off = [], []
     for case in CASES:
         row = {name: statistics.median(t[case][name] for t in turns) for name in turns[0][case]}
