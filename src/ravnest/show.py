@@ -33,7 +33,8 @@ def show_on(console: Console, steps: int | None) -> type[Show]:
 
 
 def plan_table(plan: LocalPlan) -> Table:
-    table = Table(title=f"the plan: {len(plan.plans)} stages, {plan.accumulate} microbatches a step")
+    expected = f"about {plan.samples_per_s:,.0f} samples/s"
+    table = Table(title=f"the plan: {len(plan.plans)} stages, {plan.accumulate} microbatches a step, {expected}")
     for name in ("node", "ops", "parameters", "memory", "ms a microbatch", "sends", "in flight", "delay"):
         table.add_column(name, justify="left" if name == "node" else "right")
     for p in plan.plans:
