@@ -52,7 +52,7 @@ def _home_pc(rng: random.Random, name: str, count: int) -> Machine:
     up = rng.choice([5, 10, 20, 20, 40, 50, 100, 100, 250, 500, 1000]) * rng.uniform(0.7, 1.0)
     return Machine(
         name=name,
-        memory_bytes=rng.choice([4, 8, 8, 16, 16, 16, 32, 32, 64]) * 0.8e9,
+        memory_bytes=rng.choice([4, 8, 8, 16, 16, 16, 32, 32, 64]) * rng.uniform(0.6, 0.9) * 1e9,
         speed=10 ** rng.uniform(-0.5, 0.5),
         up_bytes_per_s=up * _MBIT,
         down_bytes_per_s=min(1000, up * rng.choice([1, 2, 5, 10])) * _MBIT,
@@ -63,13 +63,15 @@ def _home_pc(rng: random.Random, name: str, count: int) -> Machine:
     )
 
 
-def hard_task(seed: int) -> Task:
+def hard_task(seed: int, max_machines: int = 6) -> Task:
     """Three to six machines and five to nine ops: uneven and tight memory, slow lines, regions, sites, depth caps."""
     rng = random.Random(seed)
     chain = _small_chain(rng, rng.randint(5, 9))
     memory = MemoryModel(base_bytes=0, correction_copies=rng.choice([0, 2]), recompute=rng.random() < 0.2)
     whole = sum(s.num_bytes for s in chain.weights) * 7 + 2 * sum(s.num_bytes for s in chain.saved)
-    machines = tuple(_small_machine(rng, f"m{i}", whole) for i in range(rng.choice([3, 4, 4, 5, 5, 6])))
+    machines = tuple(
+        _small_machine(rng, f"m{i}", whole) for i in range(min(rng.choice([3, 4, 4, 5, 5, 6]), max_machines))
+    )
     return Task(
         chain=chain,
         fleet=Fleet(machines=machines, far_s=rng.choice([0.04, 1.0]), lan_bytes_per_s=200.0),

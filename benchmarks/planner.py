@@ -28,7 +28,7 @@ from ravnest.plan.search import find_groups
 def main() -> None:
     options = arguments(__doc__).parse_args()
     report = Report("planner: clusters of uneven machines")
-    add_small(report, count=40 if options.quick else 240)
+    add_small(report, count=40 if options.quick else 240, max_machines=5 if options.quick else 6)
     for machines in (10, 50) if options.quick else (10, 50, 200, 1000):
         add_large(report, machines, seeds=1 if options.quick or machines > 200 else 3)
     add_simulation(report, quick=options.quick)
@@ -36,11 +36,11 @@ def main() -> None:
     report.finish(options.json)
 
 
-def add_small(report: Report, count: int) -> None:
+def add_small(report: Report, count: int, max_machines: int) -> None:
     """Against exhaustive search."""
     shares, searched, seed = list[float](), list[float](), 0
     while len(shares) < count:
-        task = hard_task(seed)
+        task = hard_task(seed, max_machines)
         seed += 1
         best = best_samples_per_s(task)
         if best == 0:

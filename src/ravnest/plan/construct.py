@@ -7,6 +7,8 @@ common: lines, regions, speeds. Which of these counts is not known beforehand: a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import ceil
+from statistics import median
 
 from .groups import Groups
 from .order import best_order, inserted
@@ -15,6 +17,7 @@ from .quick import Quick, Row
 __all__ = ["first_groups"]
 
 _WELL = 0.8  # of what its machines could do; below that a row takes more of them
+_SHORT, _SEVERAL = 8, 3  # rows of so many machines are never too long
 _MORE = 2  # machines than it needs, at most
 _FEW = 3  # are ordered well at once; more are by the search that follows
 _TRIES = 6  # rows that a machine left over is offered to
@@ -49,17 +52,23 @@ def _keys(quick: Quick) -> Iterator[Callable[[int], tuple[object, ...]]]:
 def _rows(quick: Quick, machines: Sequence[int], min_stages: int, well: float) -> Iterator[Row]:
     """Rows of neighbours, each closed when it does `well`, or after a few more machines than it needs."""
     row: Row = ()
-    fitting = 0
+    fitting, longest = 0, _longest(quick, min_stages)
     for m in machines:
-        row = tuple(sorted((*row, m), key=lambda m: -quick.machines[m].memory_bytes))[: quick.places.end]
+        row = tuple(sorted((*row, m), key=lambda m: -quick.machines[m].memory_bytes))[:longest]
         if len(row) < min_stages or not quick.reaches(row, 0.0):
             continue
         fitting += 1
-        if fitting > _MORE or len(row) == quick.places.end or quick.reaches(row, well * quick.bound_per_s(row)):
+        if fitting > _MORE or len(row) == longest or quick.reaches(row, well * quick.bound_per_s(row)):
             yield _ordered(quick, row)
             row, fitting = (), 0
     if fitting:
         yield _ordered(quick, row)
+
+
+def _longest(quick: Quick, min_stages: int) -> int:
+    """Several times what machines of middling memory need; the smallest of a row that gets longer give way."""
+    middling = median(machine.memory_bytes for machine in quick.machines)
+    return min(quick.places.end, max(_SHORT, min_stages, ceil(_SEVERAL * quick.whole_bytes / middling)))
 
 
 def _ordered(quick: Quick, row: Row) -> Row:

@@ -29,7 +29,7 @@ __all__ = ["form"]
 _PLACES = (64, 512)  # coarse at first; if nothing fits, finer
 _FINAL_PLACES = 96  # at least, of which the exact partition of a cluster takes its cuts
 _TOLERANCE = 0.005
-_MOST_BUDGET, _BUDGET_PER_KIND, _BUDGET_PER_MACHINE = 600_000, 3000, 100  # tries, and questions of how fast a row is
+_MOST_BUDGET, _BUDGET_PER_KIND, _BUDGET_PER_MACHINE = 1_500_000, 8000, 200  # tries, and machines looked at
 _MOST_MISSING = 64  # machines that an error is about
 
 

@@ -35,7 +35,7 @@ _STALE, _LEAST_STALE = 40, 400  # changes in vain per kind of machine, and besid
 
 
 def improve(groups: Groups, rng: Random, min_stages: int, budget: int) -> None:
-    """Changes `groups` until nothing seems to help, or for so many tries and questions of how fast a row is."""
+    """Changes `groups` until nothing seems to help, or for so many tries and machines looked at."""
     _Search(groups, rng, min_stages).run(budget)
 
 
@@ -47,11 +47,11 @@ class _Search:
 
     def run(self, budget: int) -> None:
         groups, quick = self.groups, self.quick
-        stale, rounds, began = 0, 0, quick.asked
+        stale, rounds, began = 0, 0, quick.looked
         num_kinds = len({quick.kinds[m] for m in groups.usable})
         patience = _STALE * num_kinds + _LEAST_STALE
         best, best_per_s = list(groups.rows), groups.per_s
-        while groups.rows and stale < patience and (spent := quick.asked - began + rounds) < budget:
+        while groups.rows and stale < patience and (spent := quick.looked - began + rounds) < budget:
             if rounds % 64 == 0:
                 self.by_rate = sorted(range(len(groups.rows)), key=groups.rates.__getitem__)
                 self.warmth = _WARMTH * max(0.0, 1 - spent / (_WARM_SHARE * budget))

@@ -14,6 +14,7 @@ from .quick import GAIN, Quick, Row
 __all__ = ["EQUAL", "best_order", "inserted", "latency_s", "nearest", "reordered"]
 
 _ALL_ORDERS = 4  # up to so many machines
+_LONG = 8
 EQUAL = 0.998  # rows within this of each other are as good; the nearest links decide
 
 
@@ -88,7 +89,11 @@ def _insertions(row: Row, m: int) -> Iterator[Row]:
 
 
 def _changes(row: Row) -> Iterator[Row]:
+    """Two swapped, one moved, a stretch reversed; in a long row only near each other, or at the ends."""
+    last = len(row) - 1
     for i, k in combinations(range(len(row)), 2):
+        if len(row) > _LONG and k - i > 2 and i > 0 and k < last:
+            continue
         yield (*row[:i], row[k], *row[i + 1 : k], row[i], *row[k + 1 :])  # swapped
         if k - i > 1:
             yield (*row[:i], *row[i + 1 : k + 1], row[i], *row[k + 1 :])  # i moved behind k

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import pairwise
 from math import ceil, inf
+from operator import neg
 
 from .fleet import Machine, Task
 from .needs import Needs, needs_of
@@ -37,7 +38,7 @@ _Stop = tuple[float, "_Room", float, float, float, float, float, bool, bool]
 
 
 class Quick:
-    """Intervals of rows of a task's machines. Counts in `asked` how often it was asked to look."""
+    """Intervals of rows of a task's machines. Counts in `looked` at how many machines it had to look."""
 
     def __init__(self, task: Task, max_places: int = 64) -> None:
         self.task = task
@@ -45,7 +46,7 @@ class Quick:
         self.places = task.chain.places(max_places)
         self.upto_s = self.places.upto_s(recompute=task.memory.recompute)
         self.work_s = self.upto_s[-1]
-        self.asked = 0
+        self.looked = 0
         self._forward = [task.chain.forward_bytes[b] for b in self.places.bounds]
         self._backward = [task.chain.backward_bytes[b] for b in self.places.bounds]
         self._tables = _Tables(needs_of(self.places, task.memory))
@@ -84,6 +85,11 @@ class Quick:
     def smallest_bytes(self) -> int:
         """Memory of the smallest stage there can be."""
         return min(need for row in self._tables.at(1)[0] for need in row)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Memory of the whole model on one machine with one microbatch in flight."""
+        return self._tables.at(1)[0][-1][0]
 
     def _most_per_s(self, machine: Machine) -> float:
         """What a machine's line allows at either end of a row, at the cheapest cut; on a site it may not need it."""
@@ -130,7 +136,7 @@ class Quick:
 
     def _holds(self, stops: list[_Stop], every_s: float) -> bool:
         """Whether a microbatch can be done that often: each stage from the leaf on starts as early as it may."""
-        self.asked += 1
+        self.looked += len(stops)
         upto_s, forward, backward = self.upto_s, self._forward, self._backward
         most = self.task.max_depth or inf
         k, after_s, left = len(upto_s) - 1, 0.0, len(stops) - 1
@@ -212,6 +218,10 @@ class _Room:
         known = self._known.get(depth)
         if known is None:
             table, falling = self._tables.at(depth)
-            starts = [next((i for i, need in enumerate(row) if need <= self.memory_bytes), len(row)) for row in table]
+            room = self.memory_bytes
+            if falling:
+                starts = [bisect_left(row, -room, key=neg) for row in table]
+            else:
+                starts = [next((i for i, need in enumerate(row) if need <= room), len(row)) for row in table]
             known = self._known[depth] = starts, None if falling else table
         return known
