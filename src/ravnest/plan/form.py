@@ -8,7 +8,7 @@ machine that helps nobody is a spare if it could hold some member's stage, and e
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, permutations
 from random import Random
 
 from ..core.config import require
@@ -19,7 +19,7 @@ from .improve import improve
 from .near import bring_near
 from .order import nearest
 from .partition import Partition, partition
-from .problem import DoesNotFit, Problem
+from .problem import DoesNotFit, PlanError, Problem
 from .quick import Quick, Row
 from .search import find_groups
 from .spares import hold_back
@@ -28,6 +28,8 @@ __all__ = ["form"]
 
 _PLACES = (64, 512)  # coarse at first; if nothing fits, finer
 _FINAL_PLACES = 96  # at least, of which the exact partition of a cluster takes its cuts
+_CHECKED, _FEW = 16, 3  # machines of a fleet whose clusters are checked, and of a cluster of which all orders are
+_MARGINS = (1.0, 1.3, 2.0, 4.0)  # of a spare's memory over the smallest stage
 _TOLERANCE = 0.005
 _MOST_BUDGET, _BUDGET_PER_KIND, _BUDGET_PER_MACHINE = 1_500_000, 8000, 200  # tries, and machines looked at
 _MOST_MISSING = 64  # machines that an error is about
@@ -67,15 +69,50 @@ class _Former:
         self.groups = find_groups(quick, rng, min_stages=min_stages, budget=self.budget)
 
     def plan(self) -> FleetPlan:
-        held = hold_back(self.groups, self.task.num_spares, self.min_stages, self._smallest_stage_bytes)
-        if held:
-            improve(self.groups, self.rng, self.min_stages, self.budget // 4)
+        held = self._hold_back() if self.task.num_spares else {}
         bring_near(self.groups, self.rng)
-        clusters = [self._cluster(nearest(self.quick, row)) for row in self.groups.rows]
+        rows = [nearest(self.quick, row) for row in self.groups.rows]
+        if len(self.quick.machines) <= _CHECKED:
+            rows = self._checked(rows)
+            self.groups.replace(range(len(rows)), rows)
+        clusters = [self._cluster(row) for row in rows]
         clusters.sort(key=lambda cluster: (-cluster.samples_per_s, cluster.members))
         spares, left_out = explain_idle(self.groups, clusters, held)
         total = sum(cluster.samples_per_s for cluster in clusters)
         return FleetPlan(tuple(clusters), spares, left_out, total, self._reason(clusters, len(spares), len(left_out)))
+
+    def _checked(self, rows: list[Row]) -> list[Row]:
+        """Where it takes no time: the exactly best order of each row, or all of them in one row if that is better."""
+        best = [self._exactly_best(row) for row in rows]
+        if self.task.num_spares:
+            return best
+        everybody = tuple(sorted(self.groups.usable, key=lambda m: (-self.quick.machines[m].memory_bytes, m)))
+        together = self._per_s(everybody)
+        return [everybody] if together > sum(map(self._per_s, best)) else best
+
+    def _exactly_best(self, row: Row) -> Row:
+        orders = permutations(row) if len(row) <= _FEW else iter(())
+        return max((row, *orders), key=lambda order: round(self._per_s(order) / self._per_s(row), 3))
+
+    def _per_s(self, row: Row) -> float:
+        """Exactly; 0 if there are more machines than stages or the model does not fit."""
+        try:
+            return 1 / max(self._cut(row).interval_s, 1e-12)
+        except PlanError:
+            return 0.0
+
+    def _hold_back(self) -> dict[int, float]:
+        """Spares, chosen anew with more memory if stages have grown beyond them since."""
+        held: dict[int, float] = {}
+        for margin in _MARGINS:
+            needed_bytes = self._smallest_stage_bytes()
+            able = sum(self.quick.machines[m].memory_bytes >= needed_bytes for m in (*held, *self.groups.idle))
+            if able >= self.task.num_spares or 0 < len(held) < self.task.num_spares:
+                break
+            self.groups.take_back(held)
+            held = hold_back(self.groups, self.task.num_spares, self.min_stages, margin * needed_bytes)
+            improve(self.groups, self.rng, self.min_stages, self.budget // 8)
+        return held
 
     def _smallest_stage_bytes(self) -> int:
         """What a machine must hold to take any member's place."""
@@ -110,7 +147,7 @@ class _Former:
         if self.min_stages < wanted:
             text += f"; smaller clusters than {wanted} are allowed, because no {wanted} machines can share this model"
         if num_spares < self.task.num_spares:
-            text += f"; {self.task.num_spares} spares were asked for, but then no cluster would be left to help"
+            text += f"; {self.task.num_spares} spares were asked for, but no more can be held back"
         return text
 
 

@@ -43,6 +43,11 @@ class Groups:
             del self.row_of[m]
         self.usable = list(self.row_of)
 
+    def take_back(self, machines: Iterable[int]) -> None:
+        """These machines are to be used again; they are idle at first."""
+        self.row_of.update(dict.fromkeys(machines, -1))
+        self.usable = list(self.row_of)
+
     def _add(self, row: Row) -> None:
         for m in row:
             self.row_of[m] = len(self.rows)

@@ -6,7 +6,6 @@ of the row are free as well. The machine with the least loss goes first, and so 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from .groups import Groups
@@ -24,24 +23,22 @@ class _Loss(NamedTuple):
     rest: Row
 
 
-def hold_back(
-    groups: Groups, num_spares: int, min_stages: int, smallest_stage_bytes: Callable[[], float]
-) -> dict[int, float]:
-    """Take spares out of `groups`; what the absence of each costs. Fewer than asked if no row would remain."""
+def hold_back(groups: Groups, num_spares: int, min_stages: int, needed_bytes: float) -> dict[int, float]:
+    """Take spares of at least `needed_bytes` out of `groups`, and tell what the absence of each costs.
+
+    There are fewer than asked for if otherwise no row would remain.
+    """
     held: dict[int, float] = {}
-    if not num_spares:
-        return held
-    needed_bytes = smallest_stage_bytes()
-    for m in groups.idle:
-        if len(held) < num_spares and groups.quick.machines[m].memory_bytes >= needed_bytes:
-            held[m] = 0.0
     while len(held) < num_spares:
+        free = [m for m in groups.idle if m not in held and groups.quick.machines[m].memory_bytes >= needed_bytes]
+        if free:
+            held[free[0]] = 0.0
+            continue
         loss = _least(groups, min_stages, needed_bytes)
         if loss is None:
             break
-        row = groups.rows[loss.number]
         groups.replace([loss.number], [loss.rest] if loss.rest else [])
-        held[loss.m if loss.rest else max(row, key=lambda m: groups.quick.machines[m].memory_bytes)] = loss.per_s
+        held[loss.m] = loss.per_s
     for m in list(held):
         _exchange(groups, held, m, needed_bytes)
     groups.withdraw(held)
@@ -49,18 +46,26 @@ def hold_back(
 
 
 def _exchange(groups: Groups, held: dict[int, float], m: int, needed_bytes: float) -> None:
-    """Let m work, and hold back a member instead, while some row does more with it."""
+    """Let m work, and hold back a member instead, and another for that one, as long as some row does more."""
+    quick = groups.quick
+    while (found := _better_with(groups, m, needed_bytes)) is not None:
+        number, n, row = found
+        cost = held.pop(m) - quick.per_s(row) + groups.rates[number]
+        groups.replace([number], [row])
+        held[n] = max(0.0, cost)
+        m = n
+
+
+def _better_with(groups: Groups, m: int, needed_bytes: float) -> tuple[int, int, Row] | None:
+    """A row that does more with m in the place of a member that could be a spare; and that member."""
     quick = groups.quick
     for number, row in enumerate(groups.rows):
         for place, n in enumerate(row):
-            other = (*row[:place], m, *row[place + 1 :])
             if quick.machines[n].memory_bytes < needed_bytes or quick.kinds[m] == quick.kinds[n]:
                 continue
+            other = (*row[:place], m, *row[place + 1 :])
             if quick.does_more(other, groups.rates[number]):
-                gain = quick.per_s(other) - groups.rates[number]
-                groups.replace([number], [other])
-                held[n] = held.pop(m) - gain
-                return _exchange(groups, held, n, needed_bytes)
+                return number, n, other
     return None
 
 
