@@ -36,7 +36,7 @@ def one_row_per_s(task: Task) -> float:
 
 
 @given(task=tasks())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_plan_is_sound_and_no_worse_than_one_row(task: Task) -> None:
     task = replace(task, num_spares=0)
     try:
@@ -50,7 +50,7 @@ def test_every_plan_is_sound_and_no_worse_than_one_row(task: Task) -> None:
 
 
 @given(task=tasks())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_spares_and_determinism(task: Task) -> None:
     try:
         plan = form(task, seed=3)

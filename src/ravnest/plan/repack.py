@@ -9,32 +9,36 @@ where the last leaves the first machine idle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
 from .order import best_order, inserted
 from .quick import Quick, Row
 
-__all__ = ["repacked"]
+__all__ = ["best_grouping", "repacked"]
 
 
 def repacked(quick: Quick, members: Sequence[int], min_stages: int, *, all_orders: int) -> list[Row]:
     """The rows that do most together. Sets of up to `all_orders` machines are tried in all orders."""
-    rows = _best_rows(quick, members, min_stages, all_orders)
+    return best_grouping(_best_rows(quick, members, min_stages, all_orders), quick.per_s, len(members))
+
+
+def best_grouping(rows: Mapping[int, Row], per_s: Callable[[Row], float], count: int) -> list[Row]:
+    """Of rows by the masks of their members, of `count` in all, those that do most together; none shares a member."""
     best: dict[int, tuple[float, tuple[Row, ...]]] = {0: (0.0, ())}
-    for mask in range(1, 1 << len(members)):
+    for mask in range(1, 1 << count):
         first = mask & -mask
         found = best[mask ^ first]
         part = mask
         while part:
             if part & first and part in rows:
                 rate, others = best[mask ^ part]
-                rate += quick.per_s(rows[part])
+                rate += per_s(rows[part])
                 if rate > found[0]:
                     found = rate, (*others, rows[part])
             part = (part - 1) & mask
         best[mask] = found
-    return list(best[(1 << len(members)) - 1][1])
+    return list(best[(1 << count) - 1][1])
 
 
 def _best_rows(quick: Quick, members: Sequence[int], min_stages: int, all_orders: int) -> dict[int, Row]:
