@@ -8,7 +8,8 @@ machine that helps nobody is a spare if it could hold some member's stage, and e
 
 from __future__ import annotations
 
-from itertools import pairwise, permutations
+from collections.abc import Sequence
+from itertools import combinations, pairwise, permutations
 from random import Random
 
 from ..core.config import require
@@ -19,8 +20,9 @@ from .improve import improve
 from .near import bring_near
 from .order import nearest
 from .partition import Partition, partition
-from .problem import DoesNotFit, Problem
+from .problem import DoesNotFit, PlanError, Problem
 from .quick import GAIN, Quick, Row
+from .repack import best_grouping
 from .search import find_groups
 from .spares import hold_back
 
@@ -30,6 +32,8 @@ _PLACES = (64, 512)  # coarse at first; if nothing fits, finer
 _FINAL_PLACES = 96  # at least, of which the exact partition of a cluster takes its cuts
 _CHECKED, _FEW = 16, 3  # machines of a fleet whose clusters are checked, and of a cluster of which all orders are
 _MARGINS = (1.0, 1.3, 2.0, 4.0)  # of a spare's memory over the smallest stage
+_REGROUPED = 6  # machines of which all groupings are compared
+_FEW_CUTS, _ORDERS = 12, 2  # beyond so many cuts, that many orders of a set are cut exactly
 _TOLERANCE = 0.005
 _MOST_BUDGET, _BUDGET_PER_KIND, _BUDGET_PER_MACHINE = 1_500_000, 8000, 200  # tries, and machines looked at
 _MOST_MISSING = 64  # machines that an error is about
@@ -82,12 +86,26 @@ class _Former:
         return FleetPlan(tuple(clusters), spares, left_out, total, self._reason(clusters, len(spares), len(left_out)))
 
     def _checked(self, rows: list[Row]) -> list[Row]:
-        """Where it takes no time: the exactly best order of each row, or everybody in one if that does more."""
+        """Where it takes no time: the exactly best order of each row, or another grouping that does more."""
         best = [self._exactly_best(row) for row in rows]
         if self.task.num_spares:
             return best
         everybody = tuple(sorted(self.groups.usable, key=lambda m: (-self.quick.machines[m].memory_bytes, m)))
-        return [everybody] if self._per_s(everybody) > GAIN * sum(map(self._per_s, best)) else best
+        others = [everybody] if len(everybody) > _REGROUPED else self._regrouped()
+        return others if sum(map(self._per_s, others)) > GAIN * sum(map(self._per_s, best)) else best
+
+    def _regrouped(self) -> list[Row]:
+        """The exactly best grouping of a few machines, by the best order of every set of them."""
+        usable = sorted(self.groups.usable)
+        sizes = range(self.min_stages, min(len(usable), len(self.task.chain.cuts) + 1) + 1)
+        chosen = (places for size in sizes for places in combinations(range(len(usable)), size))
+        orders = {sum(1 << p for p in places): self._best_of_few([usable[p] for p in places]) for places in chosen}
+        return best_grouping(orders, self._per_s, len(usable))
+
+    def _best_of_few(self, members: Sequence[int]) -> Row:
+        """The exactly best of the orders that look best; of all, if there is little to cut."""
+        orders = sorted(permutations(members), key=self.quick.per_s, reverse=True)
+        return max(orders if len(self.task.chain.cuts) <= _FEW_CUTS else orders[:_ORDERS], key=self._per_s)
 
     def _exactly_best(self, row: Row) -> Row:
         orders = permutations(row) if len(row) <= _FEW else iter(())
@@ -95,7 +113,10 @@ class _Former:
 
     def _per_s(self, row: Row) -> float:
         """Exactly; 0 if there are more machines than stages or the model does not fit."""
-        return 1 / max(self._cut(row).interval_s, 1e-12) if self.quick.per_s(row) else 0.0
+        try:
+            return 1 / max(self._cut(row).interval_s, 1e-12)
+        except PlanError:
+            return 0.0
 
     def _hold_back(self) -> dict[int, float]:
         """Spares, chosen anew with more memory if stages have grown beyond them since."""

@@ -1,26 +1,40 @@
 """How often a row of machines can finish a microbatch, in microseconds: for a search that asks it very often.
 
-The least interval that a row can hold (`hold`) is found by bisection. Equal machines are equal rows, asked once. Plans
-are made by `partition`, which is exact.
+To hold an interval T, go from the leaf to the root and let every stage start as early as it may:
+
+    its seconds <= T,   its memory at ceil(trip / T) in flight <= memory,   its line and the link before it <= T
+
+Seconds and trips grow with a stage, so both limits are found by bisection in sums; memory by a table per machine. The
+least T is found by bisection too. If every cut costs the same bytes, a stage that starts earlier leaves less to the
+others and hinders none, so with equal speeds this is exact, and else all but: a later cut could be cheaper, and a trip
+shorter with more on a fast machine. What is found can always be held. Plans are made by `partition`, which is exact.
 """
 
 from __future__ import annotations
 
-from math import inf
+from bisect import bisect_left
+from itertools import pairwise
+from math import ceil, inf
+from operator import neg
 
 from .fleet import Machine, Task
-from .hold import Hold, Room, Stop, Tables
-from .needs import needs_of
+from .needs import Needs, needs_of
 
 __all__ = ["GAIN", "Quick", "Row"]
 
+_Table = list[list[int]]
 Row = tuple[int, ...]  # machines by their number in the fleet, root first
 
 GAIN = 1.003  # a row that does so much more is better; less may be imprecision, and a search would turn in circles
 _LEAST_S = 1e-9  # of a chain that takes no time
 _NEVER_MIND_S = 1e30  # at this interval only memory counts
 _PRECISION = 0.002  # of an interval
-_FEW_PLACES = 16  # of which all are looked at
+_ROUNDING = 1e-9
+
+
+# A machine in a row: its speed, memory, upload and download; of the link before it seconds per byte there and back (0
+# for the root), latency there and back, and whether it uses the line; and whether the link behind it does.
+_Stop = tuple[float, "_Room", float, float, float, float, float, bool, bool]
 
 
 class Quick:
@@ -35,13 +49,12 @@ class Quick:
         self.looked = 0
         self._forward = [task.chain.forward_bytes[b] for b in self.places.bounds]
         self._backward = [task.chain.backward_bytes[b] for b in self.places.bounds]
-        self._hold = Hold(self.upto_s, self._forward, self._backward, task.max_depth)
-        self._tables = Tables(needs_of(self.places, task.memory))
+        self._tables = _Tables(needs_of(self.places, task.memory))
         kinds: dict[tuple[object, ...], int] = {}
-        rooms: dict[float, Room] = {}
+        rooms: dict[float, _Room] = {}
         self.kinds = [kinds.setdefault(_kind(machine), len(kinds)) for machine in self.machines]
         for machine in self.machines:
-            rooms.setdefault(machine.memory_bytes, Room(self._tables, machine.memory_bytes))
+            rooms.setdefault(machine.memory_bytes, _Room(self._tables, machine.memory_bytes))
         self._own = [(m.speed, rooms[m.memory_bytes], m.up_bytes_per_s, m.down_bytes_per_s) for m in self.machines]
         self._wires: dict[tuple[int, int], tuple[float, float, float, bool]] = {}
         self._known: dict[Row, float] = {}
@@ -107,7 +120,7 @@ class Quick:
                 least_s = middle
         return 1 / most_s
 
-    def _stops(self, row: Row) -> list[Stop]:
+    def _stops(self, row: Row) -> list[_Stop]:
         """The row as `_holds` goes through it: from the leaf to the root."""
         machines, wires = self.machines, self._wires
         stops, behind_line, m = [], False, row[-1]
@@ -121,12 +134,51 @@ class Quick:
         stops.append((*self._own[m], 0.0, 0.0, 0.0, False, behind_line))
         return stops
 
-    def _holds(self, stops: list[Stop], every_s: float) -> bool:
-        if self.places.end <= _FEW_PLACES:
-            self.looked += self.places.end * len(stops) // 2
-            return self._hold.all_places(stops, every_s)
+    def _holds(self, stops: list[_Stop], every_s: float) -> bool:
+        """Whether a microbatch can be done that often: each stage from the leaf on starts as early as it may."""
         self.looked += len(stops)
-        return self._hold.greedy(stops, every_s)
+        upto_s, forward, backward = self.upto_s, self._forward, self._backward
+        most = self.task.max_depth or inf
+        k, after_s, left = len(upto_s) - 1, 0.0, len(stops) - 1
+        for speed, room, up, down, before_forward, before_backward, before_latency_s, before_line, behind_line in stops:
+            i = bisect_left(upto_s, upto_s[k] - every_s * speed * (1 + _ROUNDING))
+            if i < left:
+                i = left
+            if i >= k:
+                return False
+            depth = ceil((after_s + (upto_s[k] - upto_s[i]) / speed) / every_s - _ROUNDING) or 1
+            if depth > most:
+                depth = int(most)
+                i = bisect_left(upto_s, upto_s[k] - (depth * every_s - after_s) * speed * (1 + _ROUNDING))
+            starts, needs = room.at(depth)
+            lowest = starts[k]
+            if lowest > i:
+                if depth > 1:  # one less in flight: less memory, but a shorter trip to fill
+                    by_trip = bisect_left(upto_s, upto_s[k] - ((depth - 1) * every_s - after_s) * speed)
+                    fewer_starts, fewer_needs = room.at(depth - 1)
+                    other = max(i, by_trip, fewer_starts[k])
+                    if other < lowest:
+                        lowest, needs = other, fewer_needs
+                i = lowest
+            if not left:
+                return i <= 0
+            up_bytes, down_bytes = every_s * up, every_s * down
+            if behind_line:
+                up_bytes -= forward[k]
+                down_bytes -= backward[k]
+            while i < k and (
+                forward[i] * before_forward > every_s
+                or backward[i] * before_backward > every_s
+                or (before_line and (backward[i] > up_bytes or forward[i] > down_bytes))
+                or (needs is not None and needs[k][i] > room.memory_bytes)
+            ):
+                i += 1
+            if i >= k:
+                return False
+            after_s += (upto_s[k] - upto_s[i]) / speed
+            after_s += forward[i] * before_forward + backward[i] * before_backward + before_latency_s
+            k, left = i, left - 1
+        raise AssertionError("a row has a root")
 
 
 def _kind(machine: Machine) -> tuple[object, ...]:
@@ -135,3 +187,41 @@ def _kind(machine: Machine) -> tuple[object, ...]:
         machine.memory_bytes, machine.speed, machine.up_bytes_per_s, machine.down_bytes_per_s, machine.latency_s,
         machine.region, machine.site,
     )  # fmt: skip
+
+
+class _Tables:
+    """Memory of every stretch, by depth: made when first asked for."""
+
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
+        self._known: dict[int, tuple[_Table, bool]] = {}
+
+    def at(self, depth: int) -> tuple[_Table, bool]:
+        """[k][i]: bytes of the stage from i to k with so many in flight; and whether these only fall with i."""
+        if depth not in self._known:
+            total, ends = self._needs.total, range(self._needs.places.end + 1)
+            table = [[total(i, k, depth) for i in range(k)] for k in ends]
+            self._known[depth] = table, all(a >= b for row in table for a, b in pairwise(row))
+        return self._known[depth]
+
+
+class _Room:
+    """What fits into so much memory."""
+
+    def __init__(self, tables: _Tables, memory_bytes: float) -> None:
+        self.memory_bytes = memory_bytes
+        self._tables = tables
+        self._known: dict[int, tuple[list[int], _Table | None]] = {}
+
+    def at(self, depth: int) -> tuple[list[int], _Table | None]:
+        """For each end the first start that fits (or the end); and what others need, unless all later ones fit."""
+        known = self._known.get(depth)
+        if known is None:
+            table, falling = self._tables.at(depth)
+            room = self.memory_bytes
+            if falling:
+                starts = [bisect_left(row, -room, key=neg) for row in table]
+            else:
+                starts = [next((i for i, need in enumerate(row) if need <= room), len(row)) for row in table]
+            known = self._known[depth] = starts, None if falling else table
+        return known
