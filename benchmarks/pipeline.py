@@ -52,13 +52,13 @@ def main() -> None:
 
 def turn(rivals: list[tuple[str, int]], *, quick: bool, number: int) -> dict[str, float]:
     """Everybody once; the order changes from turn to turn."""
-    steps = 6 if quick else 8
+    steps, many = (6, 4) if quick else (8, ACCUMULATE)
     jobs: list[tuple[str, Any]] = [
-        ("single", lambda: rival("single", ACCUMULATE, steps // 2)),
-        ("two", lambda: rival("two", ACCUMULATE, steps // 2)),
+        ("single", lambda: rival("single", many, steps // 2)),
+        ("two", lambda: rival("two", many, steps // 2)),
     ]
     jobs += [(f"{mode} {m}", lambda mode=mode, m=m: rival(mode, m, steps * 4 // m)) for mode, m in rivals]
-    jobs += [("ours", lambda: ours("local:2", "0,1", 14 if quick else 22))]
+    jobs += [("ours", lambda: ours("local:2", "0,1", 11 if quick else 22))]
     if not quick:
         jobs += [("ours, 4 processes", lambda: ours("local:4", "0,1,0,1", 22))]
     found: dict[str, float] = {}
