@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, permutations
 
-from ravnest.plan import DoesNotFit, Machine, Problem, Task, TooManyNodes, partition
+from ravnest.plan import DoesNotFit, Machine, Task, TooManyNodes, partition
 
 __all__ = ["best_samples_per_s"]
 
@@ -41,16 +41,7 @@ def _best_order(task: Task, machines: Sequence[Machine]) -> float:
 
 
 def _rate(task: Task, row: Sequence[Machine]) -> float:
-    problem = Problem(
-        chain=task.chain,
-        nodes=tuple(machine.node for machine in row),
-        links=tuple(task.fleet.link(a, b) for a, b in pairwise(row)),
-        memory=task.memory,
-        max_depth=task.max_depth,
-        slack=task.slack,
-        tolerance=0.0,
-    )
     try:
-        return 1 / partition(problem).interval_s
+        return 1 / partition(task.problem(row, tolerance=0.0)).interval_s
     except (DoesNotFit, TooManyNodes):
         return 0.0

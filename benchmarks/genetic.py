@@ -18,10 +18,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from random import Random
 
-from ravnest.plan import Problem, Task, partition, stage_memory
+from ravnest.plan import Task, partition, stage_memory
 from ravnest.plan.order import best_order
 from ravnest.plan.problem import PlanError
 from ravnest.plan.quick import Quick, Row
@@ -97,17 +96,8 @@ def _cluster_per_s(quick: Quick, group: Sequence[int]) -> float:
     if len(group) < min(task.min_stages, len(task.fleet.machines)):
         return 0.0
     row = max(_orders(quick, group), key=quick.per_s)
-    machines = [quick.machines[m] for m in row]
-    problem = Problem(
-        chain=task.chain,
-        nodes=tuple(machine.node for machine in machines),
-        links=tuple(task.fleet.link(a, b) for a, b in pairwise(machines)),
-        memory=task.memory,
-        max_depth=task.max_depth,
-        slack=task.slack,
-    )
     try:
-        return 1 / partition(problem).interval_s
+        return 1 / partition(task.problem([quick.machines[m] for m in row])).interval_s
     except PlanError:
         return 0.0
 

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
-
 from .api import Job
 from .graph import Costs, Cutter, Program, Value, measure_costs
 from .graph.program import num_bytes, resolve_dim
+from .graph.threads import torch_threads
 from .localplan import chain_of, memory_model
 from .nodefile import NodeFile
 from .plan import Chain
@@ -76,12 +75,8 @@ def fleet_question(
 
 def _timed(program: Program, costs: Costs) -> Chain:
     """Only shares of the ops count, and one thread's are the steadiest on a machine that does other things too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         return chain_of(program, costs)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def compressed(chain: Chain, program: Program, batch: int, compression: str) -> Chain:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import torch
 
 from .core.config import config, require
 from .core.schedule import Rule, rules
 from .graph import Costs, Program, Stage, legal_cuts, measure_costs, split
 from .graph.program import refs
+from .graph.threads import torch_threads
 from .graph.timing import measure_seconds
 from .localrate import Cores, expected_rate
 from .plan import Chain, MemoryModel, Node, Problem, Storage, partition
@@ -107,7 +105,7 @@ def plan_local(program: Program, optimizer: Optimizer, correction: Correction, w
         program, optimizer, correction, synchronous=wishes.synchronous or wishes.nodes == 1, accumulate=accumulate,
         recompute=wishes.recompute,
     )  # fmt: skip
-    with _threads(wishes.cores.threads):
+    with torch_threads(wishes.cores.threads):
         upkeep = measure_upkeep(program, optimizer, correction, delay=0 if memory.synchronous else 1)
         chain = with_upkeep(chain_of(program, costs), upkeep, accumulate)
     # On one machine a byte over a cut costs processor time at both ends: a cheap cut is worth a little balance.
@@ -131,17 +129,6 @@ def plan_local(program: Program, optimizer: Optimizer, correction: Correction, w
     stages = tuple(split(program, found.cuts))
     rate = expected_rate(work_s, wishes.speeds or (1.0,) * wishes.nodes, chosen, wishes.cores, wishes.batch_size)
     return LocalPlan(stages, plans, tuple(chosen), found.cuts, accumulate, largest, rate, found.reason)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """As many torch threads as the workers will have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _accumulate(wishes: Wishes) -> int:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from ravnest.testbed import Testbed, Topology, missing
+from tests.testbed.running import kill_all
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +37,15 @@ def module_testbed(_lacking: list[str]) -> Iterator[Callable[[Topology], Testbed
         pytest.skip(f"this machine cannot have a testbed, it lacks {'; '.join(_lacking)}")
     with ExitStack() as beds:
         yield lambda topology: beds.enter_context(Testbed(topology))
+
+
+@pytest.fixture(scope="module")
+def _module_bed(request: pytest.FixtureRequest, module_testbed: Callable[[Topology], Testbed]) -> Testbed:
+    return module_testbed(request.module.TOPOLOGY)
+
+
+@pytest.fixture
+def bed(_module_bed: Testbed) -> Iterator[Testbed]:
+    """The file's own bed, of its `TOPOLOGY`; whatever a test leaves running in it is ended."""
+    yield _module_bed
+    kill_all(_module_bed)

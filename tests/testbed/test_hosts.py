@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ravnest.testbed import Home, HostSpec, Testbed, Topology
-from tests.testbed.running import asked, heard, kill_all, server, start
+from tests.testbed.running import asked, heard, server, start
 
 TOPOLOGY = Topology(
     homes=(Home(name="anna"),),
@@ -21,17 +21,6 @@ TOPOLOGY = Topology(
         HostSpec(name="anna-1", home="anna"),
     ),
 )
-
-
-@pytest.fixture(scope="module")
-def bed(module_testbed: Callable[[Topology], Testbed]) -> Testbed:
-    return module_testbed(TOPOLOGY)
-
-
-@pytest.fixture(autouse=True)
-def _clear(bed: Testbed) -> Iterator[None]:
-    yield
-    kill_all(bed)
 
 
 def test_processor_quota(bed: Testbed) -> None:

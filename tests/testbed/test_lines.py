@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from statistics import median
 
 import pytest
 
 from ravnest.testbed import Home, HostSpec, Line, Testbed, Topology
-from tests.testbed.running import asked, heard, kill_all, server, start
+from tests.testbed.running import asked, heard, server, start
 
 MBIT = 125_000.0
 EVEN = Line(up_bytes_per_s=40 * MBIT, down_bytes_per_s=40 * MBIT, delay_s=0.01)
@@ -25,17 +24,6 @@ TOPOLOGY = Topology(
         HostSpec(name="shared-2", home="shared"),
     ),
 )
-
-
-@pytest.fixture(scope="module")
-def bed(module_testbed: Callable[[Topology], Testbed]) -> Testbed:
-    return module_testbed(TOPOLOGY)
-
-
-@pytest.fixture(autouse=True)
-def _clear(bed: Testbed) -> Iterator[None]:
-    yield
-    kill_all(bed)
 
 
 def rate(bed: Testbed, source: str, target: str, num_bytes: int, warm_up_bytes: int = 200_000) -> float:

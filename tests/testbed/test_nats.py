@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 
 from ravnest.testbed import Home, HostSpec, Line, Testbed, Topology
-from tests.testbed.running import heard, kill_all, server, start
+from tests.testbed.running import heard, server, start
 
 FAR = Line(delay_s=0.01)
 TOPOLOGY = Topology(
@@ -21,17 +19,6 @@ TOPOLOGY = Topology(
         ),
     ),
 )
-
-
-@pytest.fixture(scope="module")
-def bed(module_testbed: Callable[[Topology], Testbed]) -> Testbed:
-    return module_testbed(TOPOLOGY)
-
-
-@pytest.fixture(autouse=True)
-def _clear(bed: Testbed) -> Iterator[None]:
-    yield
-    kill_all(bed)
 
 
 def test_outside_a_host_has_the_address_of_its_home(bed: Testbed) -> None:

@@ -10,15 +10,17 @@ A machine sends to and receives from both of its neighbours over its one line, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 
 from ..core.config import config, require
 from .chain import Chain
 from .memory import MemoryModel
 from .partition import Partition
-from .problem import Link, Node
+from .problem import Link, Node, Problem
 
 __all__ = ["ClusterPlan", "Fleet", "FleetPlan", "Idle", "Machine", "Task"]
 
@@ -136,6 +138,19 @@ class Task:
     def max_depth(self) -> int | None:
         """Most microbatches in flight at any stage; None: any number."""
         return self.accumulate * self.max_staleness or None
+
+    def problem(self, row: Sequence[Machine], *, tolerance: float = 0.01, max_places: int = 512) -> Problem:
+        """The question of how to cut the model for these machines, root first."""
+        return Problem(
+            chain=self.chain,
+            nodes=tuple(machine.node for machine in row),
+            links=tuple(self.fleet.link(a, b) for a, b in pairwise(row)),
+            memory=self.memory,
+            max_depth=self.max_depth,
+            slack=self.slack,
+            tolerance=tolerance,
+            max_places=max_places,
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ machine that helps nobody is a spare if it could hold some member's stage, and e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, permutations
 from random import Random
 
 from ..core.config import require
@@ -147,7 +147,9 @@ class _Former:
     def _cut(self, row: Row) -> Partition:
         key = tuple(map(self.quick.kinds.__getitem__, row))
         if key not in self._partitions:
-            self._partitions[key] = partition(_problem(self.task, row, self.max_places))
+            machines = [self.quick.machines[m] for m in row]
+            problem = self.task.problem(machines, tolerance=_TOLERANCE, max_places=self.max_places)
+            self._partitions[key] = partition(problem)
         return self._partitions[key]
 
     def _reason(self, clusters: list[ClusterPlan], num_spares: int, num_left_out: int) -> str:
@@ -166,20 +168,6 @@ class _Former:
         if num_spares < self.task.num_spares:
             text += f"; {self.task.num_spares} spares were asked for, but no more can be held back"
         return text
-
-
-def _problem(task: Task, row: Row, max_places: int) -> Problem:
-    machines = [task.fleet.machines[m] for m in row]
-    return Problem(
-        chain=task.chain,
-        nodes=tuple(machine.node for machine in machines),
-        links=tuple(task.fleet.link(a, b) for a, b in pairwise(machines)),
-        memory=task.memory,
-        max_depth=task.max_depth,
-        slack=task.slack,
-        tolerance=_TOLERANCE,
-        max_places=max_places,
-    )
 
 
 def _no_cluster(task: Task) -> DoesNotFit:

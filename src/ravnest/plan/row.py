@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from .fleet import ClusterPlan, Task
 from .partition import partition
-from .problem import PlanError, Problem
+from .problem import PlanError
 
 __all__ = ["plan_row", "try_row"]
 
@@ -18,18 +17,9 @@ _PLACES = 96  # cuts to compare, as when clusters are formed: finer ones gain ne
 
 def plan_row(task: Task, members: Sequence[str], cuts: Sequence[int] | None = None) -> ClusterPlan:
     """What these machines do, root first. Raises `PlanError` if the model does not fit on them, or not so cut."""
-    machines = [task.fleet[name] for name in members]
-    found = partition(
-        Problem(
-            chain=task.chain if cuts is None else replace(task.chain, cuts=tuple(cuts)),
-            nodes=tuple(machine.node for machine in machines),
-            links=tuple(task.fleet.link(a, b) for a, b in pairwise(machines)),
-            memory=task.memory,
-            max_depth=task.max_depth,
-            slack=task.slack,
-            max_places=_PLACES,
-        )
-    )
+    if cuts is not None:
+        task = replace(task, chain=replace(task.chain, cuts=tuple(cuts)))
+    found = partition(task.problem([task.fleet[name] for name in members], max_places=_PLACES))
     return ClusterPlan(tuple(members), found, task.microbatch / max(found.interval_s, _NO_TIME_S), found.reason)
 
 

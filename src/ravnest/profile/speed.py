@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ..graph import Runner, Tape, initialise, measure_costs, split
 from ..graph.program import resolve_dim
+from ..graph.threads import torch_threads
 from ..graph.timing import measure_seconds
 from .cgroup import allowed
 from .mix import Workload, reference_mix
@@ -50,7 +49,7 @@ def measure_speed(
     on_cpu = device.type == "cpu"
     works = [job] if job is not None and on_cpu else reference_mix()
     flops = seconds = 0.0
-    with _threads(threads):
+    with torch_threads(threads):
         for work in works:
             costs = measure_costs(work.program, work.batch)
             flops += costs.flops(0, len(costs.ops))
@@ -85,13 +84,3 @@ def whole_seconds(work: Workload, device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
