@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .core.config import config, parse_bytes, require
+from .core.metrics import StageMetrics
 from .data import Batches
 from .graph import trace
 from .graph.batch import batch_size_of, flatten, split_batch
@@ -30,7 +31,6 @@ from .localrate import Cores
 from .profile.mix import Workload
 from .runtime import corrections
 from .runtime.corrections import Correction
-from .runtime.metrics import StageMetrics
 from .runtime.optimizers import AdamW, Optimizer
 from .runtime.settings import Settings
 

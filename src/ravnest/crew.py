@@ -22,10 +22,11 @@ from torch import Tensor
 
 from .core.errors import LinkError, RavnestError, WorkerLost
 from .core.messages import Backward, Data, Evaluate, Forward
+from .core.orders import Failed, Reports, Stop
 from .net.link import LinkConfig
 from .net.pump import Pump, PumpConfig
 from .net.unix import unix_link
-from .node.orders import Assign, Failed, Reports, Stop
+from .node.orders import Assign
 from .runtime.freight import Freight, as_bytes
 
 __all__ = ["Acknowledged", "Broken", "Crew", "Event", "Reported"]

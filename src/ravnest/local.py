@@ -22,15 +22,16 @@ from torch import Tensor
 
 from .core.errors import NotFinite, RavnestError
 from .core.messages import Evaluate, Forward
+from .core.metrics import StageMetrics
+from .core.orders import EndAfter, Evaluated, Lost, Ready, Save, Saved, Updated
 from .core.schedule import Rule
 from .crew import Acknowledged, Crew, Reported
 from .data import Batches, pieces
 from .graph import Program, Stage, dump, stage_weights, write_weights
 from .graph.program import State
 from .graph.weights import iterate_weights, replay
-from .node.orders import Assign, EndAfter, Evaluated, Lost, Ready, Save, Saved, Updated
+from .node.orders import Assign
 from .runtime.freight import Freight
-from .runtime.metrics import StageMetrics
 from .runtime.roles import roles
 from .runtime.settings import Settings
 

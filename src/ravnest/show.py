@@ -12,9 +12,9 @@ from rich.table import Table
 
 from .api import Run, Show
 from .core.config import format_bytes
+from .core.metrics import StageMetrics, bubble
 from .local import Progress
 from .localplan import LocalPlan
-from .runtime.metrics import StageMetrics, bubble
 
 __all__ = ["Lines", "Screen", "plan_table", "show_on", "summary"]
 

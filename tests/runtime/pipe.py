@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ravnest.core.messages import Backward, Data, Evaluate, Forward
+from ravnest.core.metrics import StageMetrics
 from ravnest.core.schedule import Rule, Schedule
 from ravnest.graph import Program, Stage, split, stage_weights
 from ravnest.runtime.freight import Freights
 from ravnest.runtime.loop import Inbox, Loop, Role, Wiring
-from ravnest.runtime.metrics import StageMetrics
 from ravnest.runtime.roles import roles
 from ravnest.runtime.settings import Settings
 from ravnest.runtime.trainer import Trainer, squares

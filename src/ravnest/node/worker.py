@@ -27,6 +27,8 @@ import torch
 
 from ..core.errors import LinkClosed, LinkError, RavnestError
 from ..core.messages import Backward, Data, Forward
+from ..core.metrics import StageMetrics
+from ..core.orders import EndAfter, Evaluated, Failed, Lost, Ready, Save, Saved, Stop, Updated
 from ..core.schedule import Schedule
 from ..graph import Limits, Stage, initialise, load, read_weights, write_weights
 from ..graph.rehearse import rehearse_batch
@@ -35,11 +37,10 @@ from ..net.pump import Pump
 from ..net.unix import unix_link
 from ..runtime.freight import Freight, Freights
 from ..runtime.loop import Inbox, Loop, Wiring
-from ..runtime.metrics import StageMetrics
 from ..runtime.trainer import Trainer, squares
 from ..runtime.windows import Windows
 from .allocator import keep_freed_memory
-from .orders import Assign, EndAfter, Evaluated, Failed, Lost, Orders, Ready, Save, Saved, Stop, Updated
+from .orders import Assign, Orders
 from .ports import Port, Wall
 
 __all__ = ["main"]

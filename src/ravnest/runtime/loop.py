@@ -18,10 +18,10 @@ from torch import Tensor
 from ..core.clock import Clock, SystemClock
 from ..core.errors import RavnestError
 from ..core.messages import Backward, Data, Evaluate, Forward, Lend, Norm, Return
+from ..core.metrics import StageMetrics
 from ..core.schedule import Action, Schedule
 from ..graph import State
 from .freight import Freights
-from .metrics import StageMetrics
 from .trainer import FRESH, Trainer
 from .windows import Windows
 
