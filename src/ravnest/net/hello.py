@@ -16,6 +16,7 @@ import msgspec
 from ravnest.core.errors import FrameError
 
 __all__ = [
+    "FEED_PROTOCOL",
     "NOTE_PREFIX_BYTES",
     "RELAY_PROTOCOL",
     "Answer",
@@ -33,6 +34,8 @@ __all__ = [
 
 RELAY_PROTOCOL = "ravnest-relay"
 """What a guest of the relay asks for in the TLS handshake (ALPN); others on that port speak HTTP."""
+FEED_PROTOCOL = "ravnest-feed"
+"""What the first stage of a cluster asks for: from then on, frames to and from the coordinator."""
 
 _MAGIC = b"RVNR"
 _MAX_NOTE_BYTES = 1024
