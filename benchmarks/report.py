@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import operator
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Check:
 
 @dataclass
 class Report:
-    """Rows of a table and checks, printed and written at the end."""
+    """Rows of tables (of another one where the columns change) and checks, printed and written at the end."""
 
     title: str
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -44,8 +45,8 @@ class Report:
 
     def finish(self, path: Path | None) -> None:
         console = Console(width=160)
-        console.print(_table(self.title, self.rows))
-        console.print(_table("checks", [asdict(c) for c in self.checks]))
+        for table in (*_tables(self.title, self.rows), *_tables("checks", [asdict(c) for c in self.checks])):
+            console.print(table)
         if path is not None:
             machine = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__}
             content = {
@@ -57,13 +58,19 @@ class Report:
             path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _tables(title: str, rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """Another one where the columns change; the first has the title."""
+    for names, group in itertools.groupby(rows, key=tuple):
+        yield _table(title, names, list(group))
+        title = ""
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=title)
-    names = list(dict.fromkeys(name for row in rows for name in row))
     for name in names:
-        table.add_column(name, justify="left" if rows and isinstance(rows[0].get(name), str) else "right")
+        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
-        table.add_row(*(_text(row.get(name)) for name in names))
+        table.add_row(*(_text(row[name]) for name in names))
     return table
 
 
