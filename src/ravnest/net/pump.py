@@ -17,6 +17,7 @@ from ravnest.core.config import config, require
 from ravnest.core.errors import LinkClosed, LinkTimeout
 from ravnest.net.deadline import Deadline
 from ravnest.net.link import Link, Place
+from ravnest.net.pace import Pace
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -29,11 +30,15 @@ OnMessage: TypeAlias = Callable[[msgspec.Struct, Sequence[memoryview]], None]
 
 @config
 class PumpConfig:
-    """`capacity` messages may wait to be sent; a frame may take `frame_s`, a callback `callback_s`."""
+    """`capacity` messages may wait to be sent; a frame may take `frame_s`, a callback `callback_s`.
+
+    `pace`, if there is one, says when a frame may be sent; several pumps may share it.
+    """
 
     capacity: int = 8
     frame_s: float = 60.0
     callback_s: float = 10.0
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         require(self.capacity > 0, "capacity must be at least 1 message")
@@ -92,10 +97,18 @@ class Sender:
     def run(self) -> None:
         """Send until stopped and empty; raises what the link raises."""
         while (parcel := self._next()) is not None:
+            self._keep_pace(parcel)
             self._link.send(parcel.header, parcel.buffers, deadline_s=self._config.frame_s)
             if parcel.on_sent is not None:
                 parcel.on_sent()
             self._sent()
+
+    def _keep_pace(self, parcel: _Parcel) -> None:
+        """Wait for the parcel's turn; whoever was told to stop leaves without."""
+        if self._config.pace is not None:
+            wait_s = self._config.pace.book(sum(memoryview(buffer).nbytes for buffer in parcel.buffers))
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped, wait_s)
 
     def _can_put(self) -> bool:
         return self._stopped or len(self._parcels) < self._config.capacity

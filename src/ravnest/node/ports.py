@@ -15,6 +15,7 @@ from ..core.messages import Backward, Data, Evaluate, Forward, Lend, Norm, Retur
 from ..graph import State
 from ..graph.program import DTYPES
 from ..net.link import Link
+from ..net.pace import Pace
 from ..net.pump import Pump, PumpConfig
 from ..runtime.freight import Freight, as_bytes
 from ..runtime.loop import Inbox
@@ -33,12 +34,14 @@ class Port:
         tied: Sequence[State],
         on_error: Callable[[Exception], None],
         patience_s: float,
+        pace: Pace | None = None,
     ) -> None:
         self._inbox, self._freights, self._patience_s = inbox, freights, patience_s
         self._tied = {s.target: s for s in tied}
         self._tensors: list[Tensor] = []
         self._link = link
-        self._pump = Pump(link, self._place, self._arrived, on_error, PumpConfig(capacity=16, frame_s=patience_s))
+        config = PumpConfig(capacity=16, frame_s=patience_s, pace=pace)
+        self._pump = Pump(link, self._place, self._arrived, on_error, config)
 
     def start(self) -> None:
         self._pump.start()

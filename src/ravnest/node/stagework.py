@@ -1,0 +1,184 @@
+"""One stage at work between its two links, from its file to its end; whoever started it hears what it did.
+
+The same for a worker of one machine and for one that serves a fleet: they differ in where stages and links come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+
+from ..core.errors import LinkClosed, LinkError, RavnestError
+from ..core.messages import Backward, Forward
+from ..core.metrics import StageMetrics
+from ..core.orders import EndAfter, Evaluated, Failed, Lost, Order, Ready, Reports, Save, Saved, Stop, Updated
+from ..core.schedule import Schedule
+from ..graph import Limits, Stage, initialise, read_weights, write_weights
+from ..graph.rehearse import rehearse_batch
+from ..net.link import Link
+from ..net.pace import Pace
+from ..net.pump import OnError
+from ..runtime.freight import Freight, Freights
+from ..runtime.loop import Inbox, Loop, Wiring
+from ..runtime.trainer import Trainer, squares
+from ..runtime.windows import Windows
+from .orders import Assign
+from .ports import Port, Wall
+
+__all__ = ["StageWork", "Tell", "failure_of"]
+
+Tell: TypeAlias = Callable[[Reports], None]
+
+
+class StageWork:
+    """Owns the links, once it is made. `run` trains in the calling thread; orders come from any."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        assign: Assign,
+        limits: Limits,
+        before: Link,
+        after: Link | None,
+        tell: Tell,
+        pace: Pace | None = None,
+    ) -> None:
+        self._tell, self._inbox = tell, Inbox()
+        self._freights = Freights.of(stage, assign.settings.compression, assign.max_batch)
+
+        def port(link: Link, expected: dict[type, Freight]) -> Port:
+            breaks = self.breaks(f"the link to {link.peer}")
+            return Port(link, self._inbox, expected, assign.role.tied, breaks, assign.settings.patience_s, pace)
+
+        self._before = port(before, {Forward: self._freights.inputs})
+        self._after = Wall() if after is None else port(after, {Backward: self._freights.gradients_in})
+        self._observer = _Observer(tell, (self._before, self._after))
+        try:
+            self._loop = self._make_loop(stage, assign, limits)
+        except BaseException:
+            self.close(flush_s=0.0)
+            raise
+
+    def run(self) -> None:
+        """Train until an order says stop; raises what ends the stage."""
+        self._before.start()
+        self._after.start()
+        self._tell(Ready(self._loop.index))
+        self._loop.run()
+
+    def order(self, order: Order) -> None:
+        """Have it carried out between two actions."""
+
+        def carry_out(loop: Loop) -> None:
+            match order:
+                case EndAfter(updates=updates):
+                    loop.end_after(updates)
+                case Save(path=path):
+                    _save(loop, path)
+                    self._tell(Saved(loop.index))
+                case Stop():
+                    loop.stop()
+
+        self._inbox.call(carry_out)
+
+    def breaks(self, what: str) -> OnError:
+        """A handler that makes the stage fail with the reason why something broke."""
+
+        def on_error(error: Exception) -> None:
+            def fail(loop: Loop) -> None:
+                kind = LinkClosed if isinstance(error, LinkClosed) else LinkError
+                raise kind(f"{what} broke: {error}")
+
+            self._inbox.call(fail)
+
+        return on_error
+
+    def close(self, *, flush_s: float) -> None:
+        """End the links, both at once."""
+        closing = threading.Thread(target=self._after.close, args=(flush_s,), daemon=True)
+        closing.start()
+        self._before.close(flush_s)
+        closing.join()
+
+    def _make_loop(self, stage: Stage, assign: Assign, limits: Limits) -> Loop:
+        settings, is_leaf = assign.settings, stage.index == stage.count - 1
+        state = read_weights(stage, assign.weights) if assign.weights else initialise(stage, settings.seed)
+        windows = Windows(
+            is_root=stage.index == 0,
+            is_leaf=is_leaf,
+            clips=settings.optimizer.clip_norm is not None,
+            borrowers=assign.role.borrowers,
+            squares=squares,
+        )
+        schedule = Schedule(assign.rule, is_leaf=is_leaf, steps_need_permission=windows.needs_permission)
+        trainer = Trainer(stage, state, settings, delay=assign.rule.delay)
+        admit = _admission(stage, limits)
+        wiring = Wiring(self._inbox, self._before, self._after, self._observer, self._freights, admit)
+        return Loop(trainer, schedule, windows, assign.role, wiring)
+
+
+class _Observer:
+    """Tells what the loop did."""
+
+    def __init__(self, tell: Tell, ports: tuple[Port | Wall, ...]) -> None:
+        self._tell, self._ports = tell, ports
+        self._process = psutil.Process()
+
+    def loss(self, microbatch: int, values: list[float]) -> None:
+        self._tell(Lost(microbatch, _finite(values)))
+
+    def evaluation(self, number: int, batch: int, values: list[float]) -> None:
+        self._tell(Evaluated(number, batch, _finite(values)))
+
+    def updated(self, metrics: StageMetrics) -> None:
+        metrics.sending = sum(port.depth for port in self._ports)
+        metrics.sent_bytes = sum(port.sent_bytes for port in self._ports)
+        metrics.received_bytes = sum(port.received_bytes for port in self._ports)
+        metrics.memory_bytes = self._process.memory_info().rss
+        metrics.peak_memory_bytes = max(peak_memory_bytes(), metrics.memory_bytes, metrics.peak_memory_bytes)
+        self._tell(Updated(metrics))
+
+
+def failure_of(error: Exception) -> Failed:
+    """Why a stage ended, for those who must know."""
+    text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+    return Failed(text[:2000], is_consequence=isinstance(error, LinkClosed))
+
+
+def _finite(values: list[float]) -> tuple[float | None, ...]:
+    return tuple(v if math.isfinite(v) else None for v in values)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process ever had resident, where the system tells."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _admission(stage: Stage, limits: Limits) -> Callable[[int], None]:
+    """Rehearses each microbatch size once, before it is run."""
+    admitted = {limits.batch}
+
+    def admit(batch: int) -> None:
+        if batch not in admitted:
+            rehearse_batch(stage, batch, limits)
+            admitted.add(batch)
+
+    return admit
+
+
+def _save(loop: Loop, path: str) -> None:
+    """Write the stage's own tensors, complete or not at all."""
+    tensors = loop.trainer.weights()
+    with write_weights(path, [s for s in loop.trainer.stage.state if s.target in tensors]) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
