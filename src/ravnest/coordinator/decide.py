@@ -1,0 +1,200 @@
+"""What a coordinator should do now: pure decisions from what it knows, each with its reason.
+
+    lose a node      that was not heard for three beats
+    end a cluster    a member of which is gone, or that does not get ready in time
+    make a plan      of the nodes that are free, when it is quiet: nobody came for `wait_s`, or enough of them have
+                     waited `max_wait` times as long
+
+The owner carries a decision out and says so with events, which make it vanish; until then it is decided again. Nothing
+changes by itself before `next_look_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+from ..core.config import config, require
+from ..net.addresses import home_of
+from ..plan.fleet import Machine
+from .admission import choose_name, judge_token
+from .records import BLAME_S, ClusterRecord, NodeRecord, State
+
+__all__ = [
+    "Decision", "EndCluster", "LoseNode", "MakePlan", "Wishes",
+    "choose_name", "decide", "judge_token", "machines_of", "next_look_s",
+]  # fmt: skip
+
+_MISSED_BEATS = 3
+
+
+@config
+class Wishes:
+    """How patient a coordinator is. Training begins with at least `min_nodes`; a cluster has at least `min_stages`."""
+
+    min_nodes: int = 2
+    min_stages: int = 2
+    wait_s: float = 15.0
+    max_wait: float = 4.0  # times wait_s
+    beat_s: float = 5.0
+    forming_s: float = 120.0
+    blame_s: float = BLAME_S
+
+    def __post_init__(self) -> None:
+        require(self.min_stages >= 1, f"a cluster has at least 1 stage, not {self.min_stages}")
+        require(self.min_nodes >= 1, f"training takes at least 1 node, not {self.min_nodes}")
+        require(0 <= self.wait_s < inf, f"wait_s must be 0 or more, not {self.wait_s}")
+        require(1 <= self.max_wait < inf, f"max_wait must be at least 1, not {self.max_wait}")
+        require(0 < self.beat_s < inf, f"beat_s must be above 0, not {self.beat_s}")
+        require(0 < self.forming_s < inf, f"forming_s must be above 0, not {self.forming_s}")
+        require(0 <= self.blame_s < inf, f"blame_s must be 0 or more, not {self.blame_s}")
+
+    @property
+    def silence_s(self) -> float:
+        """Who is not heard for longer is lost."""
+        return _MISSED_BEATS * self.beat_s
+
+
+@dataclass(frozen=True)
+class LoseNode:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndCluster:
+    """`blamed` are the members whose fault it is, if it is known."""
+
+    cluster: str
+    reason: str
+    blamed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """Plan these free nodes, and no others."""
+
+    nodes: tuple[str, ...]
+    reason: str
+
+
+Decision = LoseNode | EndCluster | MakePlan
+
+
+def decide(state: State, now_s: float, wishes: Wishes) -> list[Decision]:
+    """What to do now, in the order in which to do it."""
+    silent = _silent(state, now_s, wishes)
+    why = f"it was not heard for {_MISSED_BEATS} beats of {wishes.beat_s:g} s"
+    plan = _plan(state, now_s, wishes, silent)
+    return [
+        *(LoseNode(name, why) for name in silent),
+        *_broken(state, now_s, wishes, silent),
+        *([plan] if plan is not None else []),
+    ]
+
+
+def next_look_s(state: State, now_s: float, wishes: Wishes) -> float:
+    """The first moment after `now_s` at which `decide` could say something else if nothing happens, or a beat later."""
+    return min((time_s for time_s in _turns(state, now_s, wishes) if time_s > now_s), default=now_s + wishes.beat_s)
+
+
+def machines_of(state: State, names: Iterable[str]) -> tuple[Machine, ...]:
+    """Nodes as the planner takes them, their speeds still in GFLOP/s.
+
+    Nodes that the coordinator sees at one address are behind one router, or on one PC: a site, with its own network.
+    """
+    return tuple(_machine(name, state.nodes[name]) for name in names)
+
+
+def _machine(name: str, node: NodeRecord) -> Machine:
+    has = node.profile
+    return Machine(
+        name=name,
+        memory_bytes=has.memory_bytes,
+        speed=has.gflops,
+        up_bytes_per_s=has.up_bytes_per_s,
+        down_bytes_per_s=has.down_bytes_per_s,
+        latency_s=has.latency_s,
+        site=home_of(node.where.observed[0]) if node.where.observed is not None else "",
+    )
+
+
+def _silent(state: State, now_s: float, wishes: Wishes) -> list[str]:
+    present = (name for name, node in state.nodes.items() if node.is_present)
+    return [name for name in present if now_s >= _lost_s(state, name, wishes)]
+
+
+def _lost_s(state: State, name: str, wishes: Wishes) -> float:
+    return state.last_heard(name).at_s + wishes.silence_s
+
+
+def _broken(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> Iterator[EndCluster]:
+    for cluster in state.live_clusters():
+        missing = cluster.missing
+        gone = [name for name in cluster.plan.members if name in silent or not state.nodes[name].is_present]
+        if gone:
+            yield EndCluster(cluster.plan.id, f"{_list(gone)} gone")
+        elif cluster.phase == "training" and missing:
+            yield EndCluster(cluster.plan.id, f"{' and '.join(missing)} came back without a stage")
+        elif cluster.phase == "forming" and now_s >= _late_s(cluster, wishes):
+            yield EndCluster(cluster.plan.id, f"{_list(missing)} not ready after {wishes.forming_s:g} s", missing)
+
+
+def _late_s(cluster: ClusterRecord, wishes: Wishes) -> float:
+    return cluster.formed_s + wishes.forming_s
+
+
+def _plan(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> MakePlan | None:
+    free = _free(state, now_s, wishes, silent)
+    due = _due(state, free, wishes)
+    return MakePlan(tuple(free), due[1]) if due is not None and now_s >= due[0] else None
+
+
+def _free(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> list[str]:
+    return [name for name in state.free_nodes(now_s, wishes.blame_s) if name not in silent]
+
+
+def _due(state: State, free: list[str], wishes: Wishes) -> tuple[float, str] | None:
+    """When to plan these free nodes, and why; None: not at all.
+
+    Once a cluster has trained, whoever is free may form another: then `min_nodes` no longer counts.
+    """
+    fresh = [name for name in free if name not in state.hopeless]
+    has_begun = state.has_trained or any(state.live_clusters())
+    needed = wishes.min_stages if has_begun else max(wishes.min_nodes, wishes.min_stages)
+    if not state.run or state.ended is not None or not fresh or len(free) < needed:
+        return None
+    since_s = sorted(_free_since_s(state.nodes[name], wishes) for name in free)
+    enough_s = max(since_s[needed - 1], min(_free_since_s(state.nodes[name], wishes) for name in fresh))
+    quiet_s = max(max(state.nodes[name].connected_s for name in free) + wishes.wait_s, enough_s)
+    patience_s = enough_s + wishes.max_wait * wishes.wait_s
+    who = f"{len(free)} nodes are free" if len(free) > 1 else "a node is free"
+    if quiet_s <= patience_s:
+        return quiet_s, f"{who}, and nobody came for {wishes.wait_s:g} s"
+    return patience_s, f"{who}, and have waited for {wishes.max_wait * wishes.wait_s:g} s"
+
+
+def _free_since_s(node: NodeRecord, wishes: Wishes) -> float:
+    return node.free_since_s if node.blamed_s is None else max(node.free_since_s, node.blamed_s + wishes.blame_s)
+
+
+def _turns(state: State, now_s: float, wishes: Wishes) -> Iterator[float]:
+    """All moments at which a decision may change, past ones too."""
+    yield now_s + wishes.beat_s
+    for name, node in state.nodes.items():
+        if node.is_present:
+            yield _lost_s(state, name, wishes)
+        if node.blamed_s is not None:
+            yield node.blamed_s + wishes.blame_s
+    for cluster in state.live_clusters():
+        yield _late_s(cluster, wishes)
+    due = _due(state, _free(state, now_s, wishes, _silent(state, now_s, wishes)), wishes)
+    if due is not None:
+        yield due[0]
+
+
+def _list(names: Iterable[str]) -> str:
+    """`a is`, `a and b are`."""
+    listed = list(names)
+    return f"{' and '.join(listed)} {'is' if len(listed) == 1 else 'are'}"

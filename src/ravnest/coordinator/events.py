@@ -1,0 +1,208 @@
+"""All that can happen to a coordinator, as frozen tagged structs: its state is what these, in order, make of it.
+
+An event says what happened, not what to do about it (`decide`). `at_s` is unix time of the coordinator's own clock,
+read once by whoever makes the event; nodes' clocks count nowhere.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..core.control import NodeProfile, Whereabouts
+
+__all__ = [
+    "CallerRefused", "Cluster", "ClusterEnded", "Event", "Idle", "LeaseGranted", "LeaseReturned", "LeaseSettled",
+    "LinkMade", "NodeBlamed", "NodeConnected", "NodeEnrolled", "NodeGone", "NodeKicked", "NodeMoved", "NodeReady",
+    "Noted", "PlanFailed", "PlanMade", "RunBegun", "RunEnded", "TokenIssued",
+]  # fmt: skip
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A strict record."""
+
+
+class _Event(_Record, frozen=True, tag=True):
+    """A strict record with its name in it, and the time."""
+
+    at_s: float
+
+
+class Cluster(_Record, frozen=True, kw_only=True):
+    """Nodes that hold one copy of the model: member i computes the ops from cut i - 1 to cut i, root first."""
+
+    id: str
+    generation: int
+    members: tuple[str, ...]
+    cuts: tuple[int, ...]
+    accumulate: int
+    depths: tuple[int, ...]
+    samples_per_s: float  # as planned
+    reason: str
+
+
+class Idle(_Record, frozen=True):
+    """A node without a part, and why."""
+
+    name: str
+    reason: str
+
+
+# The run.
+
+
+class RunBegun(_Event, frozen=True):
+    """Training starts, for this many batches or without end; an earlier run's clusters and leases are forgotten."""
+
+    run: str
+    steps: int | None
+    release: str
+
+
+class RunEnded(_Event, frozen=True):
+    reason: str
+
+
+class Noted(_Event, frozen=True):
+    """Something that people should read and that changes nothing."""
+
+    text: str
+
+
+# Who may come, and who is there.
+
+
+class TokenIssued(_Event, frozen=True):
+    """Who shows this token may enrol, until then (unix time) and so many times (None: any number)."""
+
+    token: str
+    expires_s: float
+    uses: int | None
+
+
+class NodeEnrolled(_Event, frozen=True):
+    """A node got its certificate; `key` is the SHA-256 of its public key."""
+
+    name: str
+    key: str
+    token: str
+
+
+class NodeKicked(_Event, frozen=True):
+    """A node is sent away for good."""
+
+    name: str
+    reason: str
+
+
+class NodeConnected(_Event, frozen=True):
+    """A node said hello, perhaps again; `holding` is the generation of the part it still has, or 0."""
+
+    name: str
+    profile: NodeProfile
+    where: Whereabouts
+    address: str
+    holding: int
+
+
+class NodeMoved(_Event, frozen=True):
+    """A node's door is elsewhere now."""
+
+    name: str
+    where: Whereabouts
+
+
+class NodeGone(_Event, frozen=True):
+    """A node left (`polite`) or was declared lost."""
+
+    name: str
+    reason: str
+    polite: bool
+
+
+class NodeBlamed(_Event, frozen=True):
+    """A node's part failed, so that it is left out of plans for a while."""
+
+    name: str
+    reason: str
+
+
+class CallerRefused(_Event, frozen=True):
+    """Somebody was sent away, `count` times since the last such event."""
+
+    address: str
+    reason: str
+    count: int
+
+
+# Plans and clusters.
+
+
+class PlanMade(_Event, frozen=True):
+    """New clusters of nodes that were free, and why the others of them have no part."""
+
+    generation: int
+    clusters: tuple[Cluster, ...]
+    spares: tuple[Idle, ...]
+    left_out: tuple[Idle, ...]
+    reason: str
+    took_s: float
+
+
+class PlanFailed(_Event, frozen=True):
+    """These free nodes make no cluster."""
+
+    reason: str
+    nodes: tuple[str, ...]
+
+
+class LinkMade(_Event, frozen=True):
+    """Node a has a link to node b: how it came about, why not better, and what would make it better."""
+
+    cluster: str
+    a: str
+    b: str
+    how: str
+    reason: str
+    hint: str
+
+
+class NodeReady(_Event, frozen=True):
+    """A member has its stage loaded and its links made."""
+
+    cluster: str
+    name: str
+
+
+class ClusterEnded(_Event, frozen=True):
+    """A cluster trains no more: its members are free, its leases are given back."""
+
+    cluster: str
+    reason: str
+    is_lost: bool
+
+
+# Batches: some of these come a thousand times a second.
+
+
+class LeaseGranted(_Event, frozen=True):
+    cluster: str
+    batch: int
+
+
+class LeaseSettled(_Event, frozen=True):
+    cluster: str
+    batch: int
+
+
+class LeaseReturned(_Event, frozen=True):
+    cluster: str
+    batch: int
+    reason: str
+
+
+Event = (
+    RunBegun | RunEnded | Noted
+    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeBlamed | CallerRefused
+    | PlanMade | PlanFailed | LinkMade | NodeReady | ClusterEnded
+    | LeaseGranted | LeaseSettled | LeaseReturned
+)  # fmt: skip
