@@ -1,0 +1,76 @@
+"""A GPT in four stages over home lines: ours against torch's schedules over gloo and against what no pipeline can beat.
+
+Four PCs of the testbed, each with a share of a core and a line of 100 Mbit/s up and down; any two are 25 ms apart, one
+way. A stage computes for about as long as its line is busy (`wan_task`), so whoever does one after the other, or waits
+for answers, takes twice as long or more. All train the same model on the same batches with as many microbatches an
+update: torch in plain TCP, ours in TLS, by `ravnest train --listen` and `ravnest join`. The seconds of the bound are
+measured in the same run, stage by stage, each alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import wan_ours
+from benchmarks.report import Report, arguments
+from benchmarks.wan_task import CPU, HOSTS, STAGES, bound, line_seconds, topology
+from ravnest.testbed import Testbed, missing
+
+PATIENCE_S = 300.0
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    report = Report(f"wan: a GPT in {STAGES} stages, {CPU:g} cores each, lines of 100 Mbit/s, 25 ms apart")
+    lacking = missing()
+    if lacking:
+        report.rows.append({"who": f"not measured: this machine cannot have a testbed, it lacks {'; '.join(lacking)}"})
+    else:
+        measure(report, quick=options.quick)
+    report.finish(options.json)
+
+
+def measure(report: Report, *, quick: bool) -> None:
+    with Testbed(topology()) as bed:
+        found = rivals(bed, ("1F1B",) if quick else ("1F1B", "GPipe"), steps=1 if quick else 4)
+    with Testbed(topology()) as bed, tempfile.TemporaryDirectory(prefix="ravnest-bench-") as folder:
+        ours = wan_ours.train(bed, Path(folder), steps=8 if quick else 20)
+    compute_s = [stage["compute_s"] for stage in found]
+    most = bound(compute_s)
+    rates = {f"torch {name}, gloo": rate for name, rate in found[0]["samples_per_s"].items()}
+    for who, rate in (*rates.items(), ("ours, TLS", ours.samples_per_s), ("the bound", most)):
+        report.rows.append({"who": who, "samples/s": rate, "of the bound": rate / most})
+    for stage, seconds in enumerate(compute_s):
+        report.rows.append(
+            {"stage": stage, "compute, ms": 1e3 * seconds, "line, ms": 1e3 * line_seconds(stage),
+             "idle in ours": ours.bubbles[stage]}
+        )  # fmt: skip
+    report.check("ours / bound", ours.samples_per_s / most, ">= 0.9")
+    report.check("ours / torch 1F1B", ours.samples_per_s / found[0]["samples_per_s"]["1F1B"], "> 1")
+
+
+def rivals(bed: Testbed, schedules: Sequence[str], steps: int) -> list[dict[str, Any]]:
+    """What the process of each host found: see `wan_rival`."""
+    master = bed.address(HOSTS[0])
+    command = [sys.executable, "-m", "benchmarks.wan_rival", "--master", master, "--steps", str(steps)]
+    processes = [
+        bed.hosts[host].run(
+            [*command, "--rank", str(rank), "--schedules", *schedules], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank, host in enumerate(HOSTS)
+    ]
+    said = [process.communicate(timeout=PATIENCE_S) for process in processes]
+    for process, (_, errors) in zip(processes, said, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"torch on {process.host}: {errors[-1500:]}")
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+if __name__ == "__main__":
+    main()

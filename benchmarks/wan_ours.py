@@ -1,0 +1,95 @@
+"""Ours over home lines, as people use it: `ravnest train --listen` on one host, `ravnest join TICKET` on the others.
+
+The rate is that of the run's own log, after the pipe has filled and before it drains.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.wan_task import HOSTS, MICROBATCHES, REQUESTER, SEQUENCES, STAGES
+from ravnest.testbed import Process, Testbed
+
+PORT = 7700
+WARM_UP = 3  # updates that do not count
+MEMORY = "505MB"  # of each PC: less than two PCs together would need to hold the model, enough for four
+PATIENCE_S = 120.0
+_RAVNEST = (sys.executable, "-m", "ravnest")
+_JOB = Path(__file__).with_name("wan_job.py")
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What a run of ours did: samples per second, and the idle part of each stage's time."""
+
+    samples_per_s: float
+    bubbles: tuple[float, ...]
+
+
+def train(bed: Testbed, folder: Path, steps: int) -> Ours:
+    """Have the requester's job trained by those who join."""
+    run = folder / "run"
+    command = [*_RAVNEST, "train", str(_JOB), "--listen", f"0.0.0.0:{PORT}", "--min-nodes", str(STAGES)]
+    training = _start(bed, REQUESTER, [*command, "--steps", str(steps), "--folder", str(run)], folder)
+    ticket = _ticket(training, folder)
+    joined = [_join(bed, host, ticket, folder) for host in HOSTS]
+    try:
+        if training.wait(PATIENCE_S + 2 * steps) != 0:
+            raise RuntimeError(
+                f"the requester left with code {training.returncode}: {_said(folder, REQUESTER)[-1500:]}"
+            )
+    finally:
+        for process in joined:
+            bed.kill(process)
+    return account([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+
+
+def account(lines: Sequence[dict[str, Any]]) -> Ours:
+    """Between the warm-up and the last window but one (then the pipe drains)."""
+    updates = [line for line in lines if "stages" in line]
+    first, last = updates[WARM_UP - 1], updates[-2]
+    samples = (last["step"] - first["step"]) * MICROBATCHES * SEQUENCES
+    early, late = ({m["stage"]: m for m in line["stages"]} for line in (first, last))
+    if len(late) != STAGES:
+        raise RuntimeError(f"the model was trained in {len(late)} stages, not {STAGES}")
+    bubbles = []
+    for stage, now in sorted(late.items()):
+        busy_s, idle_s = (now[name] - early[stage][name] for name in ("steady_busy_s", "idle_s"))
+        bubbles.append(idle_s / (busy_s + idle_s))
+    return Ours(samples / (last["seconds"] - first["seconds"]), tuple(bubbles))
+
+
+def _join(bed: Testbed, host: str, ticket: str, folder: Path) -> Process:
+    options = ["--name", host, "--memory", MEMORY, "--threads", "1", "--data-dir", str(folder / f"{host}-data")]
+    return _start(bed, host, [*_RAVNEST, "join", ticket, *options], folder)
+
+
+def _start(bed: Testbed, host: str, command: Sequence[str], folder: Path) -> Process:
+    with _log(folder, host).open("w") as log:
+        return bed.hosts[host].run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _ticket(training: Process, folder: Path) -> str:
+    """The word that the requester prints for others to join with."""
+    until_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until_s and training.poll() is None:
+        for word in _said(folder, REQUESTER).split():
+            if word.startswith("rav1-"):
+                return word
+        time.sleep(0.1)
+    raise RuntimeError(f"the requester printed no ticket: {_said(folder, REQUESTER)[-1500:]}")
+
+
+def _said(folder: Path, host: str) -> str:
+    return _log(folder, host).read_text()
+
+
+def _log(folder: Path, host: str) -> Path:
+    return folder / f"{host}.log"
