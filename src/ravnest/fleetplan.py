@@ -13,17 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
-from .api import Job
 from .graph import Costs, Cutter, Program, Value, measure_costs
 from .graph.program import num_bytes, resolve_dim
 from .graph.threads import torch_threads
 from .localplan import chain_of, memory_model
 from .nodefile import NodeFile
-from .plan import Chain
-from .plan.fleet import Task
+from .plan import Chain, MemoryModel
+from .plan.fleet import Fleet, Task
+from .profile.mix import Workload
+from .runtime.optimizers import Optimizer
 
-__all__ = ["FleetQuestion", "compressed", "fleet_question", "sent_bytes"]
+if TYPE_CHECKING:
+    from .api import Job, Training
+
+__all__ = ["FleetQuestion", "TimedJob", "compressed", "fleet_question", "sent_bytes", "time_job"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,32 @@ class FleetQuestion:
     task: Task
     microbatch_flops: int
     reference_gflops: float
+
+
+@dataclass(frozen=True)
+class TimedJob:
+    """A job in numbers, for microbatches of `microbatch` samples; `gflops` is this machine's own speed at it."""
+
+    chain: Chain
+    memory: MemoryModel
+    microbatch: int
+    accumulate: int
+    max_staleness: int
+    flops: int
+    gflops: float
+
+    def task(self, fleet: Fleet, *, whole: bool = False, num_spares: int = 0) -> Task:
+        """Plan it for this fleet. With `whole` one machine may hold the whole model."""
+        return Task(
+            chain=self.chain if whole else self.chain.sharing_weights(),
+            fleet=fleet,
+            memory=self.memory,
+            microbatch=self.microbatch,
+            accumulate=self.accumulate,
+            max_staleness=self.max_staleness,
+            min_stages=1 if whole else 2,
+            num_spares=num_spares,
+        )
 
 
 def fleet_question(
@@ -47,30 +78,32 @@ def fleet_question(
 
     `job.training` says how to train; without `accumulate`, an update takes as many microbatches as are in flight.
     """
-    how = job.training
     say("tracing the model")
     work = job.workload()
     say(f"timing its {len(work.program.ops)} operations on this machine")
+    timed = time_job(work, job.optimizer, job.training, accumulate=job.training.accumulate or 0)
+    task = timed.task(nodes.fleet(timed.gflops), whole=whole, num_spares=num_spares)
+    return FleetQuestion(task, timed.flops, timed.gflops)
+
+
+def time_job(work: Workload, optimizer: Optimizer, how: Training, *, accumulate: int) -> TimedJob:
+    """Time a program's ops on this machine, and model the memory of its training."""
     costs = measure_costs(work.program, work.batch)
     chain = _timed(work.program, costs)
     flops = costs.flops(0, len(costs.ops))
-    gflops = max(flops, 1) / max(sum(chain.forward_s) + sum(chain.backward_s), 1e-9) / 1e9
-    accumulate = how.accumulate or 0
-    memory = memory_model(
-        work.program, job.optimizer, how.correction, accumulate=accumulate, recompute=how.recompute
-    )  # fmt: skip
-    chain = compressed(chain, work.program, work.batch, how.compression)
-    task = Task(
-        chain=chain if whole else chain.sharing_weights(),
-        fleet=nodes.fleet(gflops),
-        memory=memory,
+    synchronous = how.mode == "sync"
+    return TimedJob(
+        chain=compressed(chain, work.program, work.batch, how.compression),
+        memory=memory_model(
+            work.program, optimizer, how.correction, synchronous=synchronous, accumulate=accumulate,
+            recompute=how.recompute,
+        ),
         microbatch=work.batch,
         accumulate=accumulate,
         max_staleness=how.max_staleness or 1,
-        min_stages=1 if whole else 2,
-        num_spares=num_spares,
-    )
-    return FleetQuestion(task, flops, gflops)
+        flops=flops,
+        gflops=max(flops, 1) / max(sum(chain.forward_s) + sum(chain.backward_s), 1e-9) / 1e9,
+    )  # fmt: skip
 
 
 def _timed(program: Program, costs: Costs) -> Chain:

@@ -27,10 +27,10 @@ from .core.orders import EndAfter, Evaluated, Lost, Ready, Save, Saved, Updated
 from .core.schedule import Rule
 from .crew import Acknowledged, Crew, Reported
 from .data import Batches, pieces
-from .graph import Program, Stage, dump, stage_weights, write_weights
-from .graph.program import State
-from .graph.weights import iterate_weights, replay
+from .graph import Program, Stage, dump
+from .modelfile import gather, write_first_weights
 from .node.orders import Assign
+from .record import Record, Values
 from .runtime.freight import Freight
 from .runtime.roles import roles
 from .runtime.settings import Settings
@@ -68,40 +68,6 @@ class Progress:
     stages: dict[int, StageMetrics] = field(default_factory=dict)
 
 
-@dataclass
-class _Window:
-    """The losses of one window, until all are there."""
-
-    shares: dict[int, float] = field(default_factory=dict)
-    values: dict[int, tuple[float | None, ...]] = field(default_factory=dict)
-
-
-@dataclass
-class _Evaluation:
-    """Held-out microbatches on their way, and what came back: (samples, values) of each."""
-
-    step: int
-    sent: int = 0
-    is_all_sent: bool = False
-    results: list[tuple[int, tuple[float | None, ...]]] = field(default_factory=list)
-
-    @property
-    def num_waiting(self) -> int:
-        return self.sent - len(self.results)
-
-    @property
-    def is_done(self) -> bool:
-        return self.is_all_sent and not self.num_waiting
-
-    def means(self, count: int) -> list[float]:
-        samples = sum(size for size, _ in self.results)
-        return [sum(size * _number(values[k]) for size, values in self.results) / samples for k in range(count)]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 class LocalRun:
     """Feeds, follows, saves. `show` is called after every update."""
 
@@ -109,21 +75,15 @@ class LocalRun:
         self.work, self.show = work, show
         self.progress = Progress()
         self.losses: list[float] = []
-        self.evaluations: list[dict[str, float]] = []
-        self._labels = [v.name for v in work.program.outputs]
         self._freight = Freight(work.program.inputs, "none", max_batch=work.max_batch)
         self._batched = [bool(v.shape) and isinstance(v.shape[0], tuple) for v in work.program.inputs]
         self._accumulate = work.rules[0].accumulate
-        self._windows: dict[int, _Window] = {}
+        self._record = Record([v.name for v in work.program.outputs], self._accumulate, len(work.stages))
+        self.evaluations = self._record.evaluations
         self._fed = self._acknowledged = self._samples = 0
         self._ready: set[int] = set()
         self._saved: set[int] = set()
-        self._evaluating: dict[int, _Evaluation] = {}
-        self._evaluations_begun = 0
         self._stopping = False
-        self._stepped: dict[int, int] = {}
-        self._end: int | None = None
-        self._bad: int | None = None
         self._began = 0.0
 
     def run(
@@ -175,28 +135,21 @@ class LocalRun:
         return [
             Assign(
                 settings=work.settings, rule=rule, role=role, max_batch=work.max_batch, threads=work.threads,
-                core=work.cores[stage.index] if work.cores else -1, weights=self._write_first_weights(stage),
+                core=work.cores[stage.index] if work.cores else -1, weights=self._first_weights(stage),
             )
             for stage, rule, role in zip(work.stages, work.rules, given, strict=True)
         ]  # fmt: skip
 
-    def _write_first_weights(self, stage: Stage) -> str:
-        """A model that exists gives each stage its tensors in a file; a builder's stages make their own."""
-        if self.work.program.log is not None:
-            return ""
-        tensors = stage_weights(self.work.program, stage)
+    def _first_weights(self, stage: Stage) -> str:
         path = self.work.folder / f".first-{stage.index}.safetensors"
-        with write_weights(path, [s for s in stage.state if s.target in tensors]) as writer:
-            for name, tensor in tensors.items():
-                writer.write(name, tensor)
-        return str(path)
+        return str(path) if write_first_weights(self.work.program, stage, path) else ""
 
     def _feed_all(
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
     ) -> Exception | None:
         """Feed until the end; what went wrong with the user's data, if anything did."""
         window = 0
-        while (steps is None or window < steps) and self._bad is None and not self._stopping:
+        while (steps is None or window < steps) and self._record.bad is None and not self._stopping:
             try:
                 if validate is not None and every and window and window % every == 0:
                     self._evaluate(validate(), step=window, fresh=False)
@@ -227,10 +180,9 @@ class LocalRun:
         sizes = [self._size(part) for part in parts]
         missing = self._accumulate - len(parts)
         shares = [size / sum(sizes) for size in sizes] + [0.0] * missing
-        self._windows[window] = _Window()
         for part, share in zip([*parts, *[parts[-1]] * missing], shares, strict=True):
-            self._windows[window].shares[self._fed] = share
-            self._until(lambda: self._fed - self._acknowledged < self._ahead or self._bad is not None)
+            self._record.fed(self._fed, share)
+            self._until(lambda: self._fed - self._acknowledged < self._ahead or self._record.bad is not None)
             self._crew.feed(Forward(self._fed, self._size(part), share), self._freight, part)
             self._fed += 1
         self._samples += sum(sizes)
@@ -242,19 +194,19 @@ class LocalRun:
 
     def _evaluate(self, batches: Sequence[Any], *, step: int, fresh: bool) -> None:
         """Send held-out batches through, a few at a time."""
-        self._evaluations_begun += 1
-        base = self._evaluations_begun << 20
-        evaluation = self._evaluating[self._evaluations_begun] = _Evaluation(step)
+        evaluation = self._record.begin_evaluation(step)
         for batch in batches:
             leaves = self.work.program.feed(batch)
             for part in pieces(leaves, self._batched, -(-self._size(leaves) // self.work.max_batch)):
-                self._until(lambda: evaluation.num_waiting < self._ahead or self._bad is not None)
-                if self._bad is not None or (self._stopping and not fresh):
+                self._until(lambda: evaluation.num_waiting < self._ahead or self._record.bad is not None)
+                if self._record.bad is not None or (self._stopping and not fresh):
                     break
-                self._crew.feed(Evaluate(base + evaluation.sent, self._size(part), fresh), self._freight, part)
+                self._crew.feed(
+                    Evaluate(evaluation.first + evaluation.sent, self._size(part), fresh), self._freight, part
+                )
                 evaluation.sent += 1
         evaluation.is_all_sent = True
-        self._conclude(self._evaluations_begun)
+        self._evaluated(self._record.conclude(evaluation))
 
     def _size(self, leaves: Sequence[Tensor]) -> int:
         """How many samples a batch has."""
@@ -276,54 +228,34 @@ class LocalRun:
             case Reported(report=Updated(metrics=metrics)):
                 self._updated(metrics)
             case Reported(report=Evaluated(number=number, batch=batch, values=values)):
-                self._evaluated(number, batch, values)
+                self._evaluated(self._record.evaluated(number, batch, values))
             case Reported(report=Saved(stage=stage)):
                 self._saved.add(stage)
 
-    def _lost(self, microbatch: int, values: tuple[float | None, ...]) -> None:
-        window = microbatch // self._accumulate
-        self._windows[window].values[microbatch] = values
-        if values[0] is None and self._bad is None:
-            self._bad = microbatch
-            self._crew.tell(EndAfter(window))
+    def _lost(self, microbatch: int, values: Values) -> None:
+        if self._record.lost(microbatch, values):
+            self._crew.tell(EndAfter(microbatch // self._accumulate))
 
     def _updated(self, metrics: StageMetrics) -> None:
         self.progress.stages[metrics.stage] = metrics
-        self._stepped[metrics.stage] = metrics.updates
-        done = min(self._stepped.get(i, 0) for i in range(len(self.work.stages)))
-        while self.progress.step < done:
-            self._window_done(self.progress.step)
+        for window, means in self._record.updated(metrics):
+            self._window_done(window, means)
 
-    def _window_done(self, window: int) -> None:
-        gathered = self._windows.pop(window)
-        means = [
-            sum(share * _number(gathered.values[m][k]) for m, share in gathered.shares.items() if share)
-            for k in range(len(self._labels))
-        ]
+    def _window_done(self, window: int, means: list[float]) -> None:
         progress = self.progress
         progress.step = window + 1
-        progress.loss, progress.metrics = means[0], dict(zip(self._labels[1:], means[1:], strict=True))
+        progress.loss, progress.metrics = means[0], dict(zip(self._record.labels[1:], means[1:], strict=True))
         progress.samples_per_s = self._samples / max(time.monotonic() - self._began, 1e-9)
         self.losses.append(means[0])
         self._write({"step": progress.step, "loss": means[0], **progress.metrics, "seconds": self._seconds(),
                      "stages": [msgspec.structs.asdict(m) for m in progress.stages.values()]})  # fmt: skip
         self.show(progress)
 
-    def _evaluated(self, number: int, batch: int, values: tuple[float | None, ...]) -> None:
-        self._evaluating[number >> 20].results.append((batch, values))
-        self._conclude(number >> 20)
-
-    def _conclude(self, key: int) -> None:
-        """Note the result of an evaluation if all of it is there."""
-        evaluation = self._evaluating[key]
-        if not evaluation.is_done:
+    def _evaluated(self, found: dict[str, float] | None) -> None:
+        if found is None:
             return
-        del self._evaluating[key]
-        if not evaluation.results:
-            return
-        self.progress.validation = dict(zip(self._labels, evaluation.means(len(self._labels)), strict=True))
-        self.evaluations.append({"step": evaluation.step, **self.progress.validation})
-        self._write({"evaluation": evaluation.step, **self.progress.validation, "seconds": self._seconds()})
+        self.progress.validation = {name: value for name, value in found.items() if name != "step"}
+        self._write({"evaluation": found["step"], **self.progress.validation, "seconds": self._seconds()})
         self.show(self.progress)
 
     def _seconds(self) -> float:
@@ -338,19 +270,19 @@ class LocalRun:
 
     def _finish(self, validate: Callable[[], Sequence[Any]] | None) -> None:
         """Let what was fed come to its end, evaluate, and gather the weights."""
-        end = self._fed // self._accumulate if self._bad is None else self._bad // self._accumulate
+        end = self._fed // self._accumulate if self._record.bad is None else self._record.bad // self._accumulate
         self._crew.tell(EndAfter(end))
-        self._until(lambda: self._bad is not None or self.progress.step >= end)
-        if self._bad is not None:
-            end = self._bad // self._accumulate
-            self._until(lambda: all(self._stepped.get(i, 0) >= end for i in range(len(self.work.stages))))
+        self._until(lambda: self._record.bad is not None or self.progress.step >= end)
+        if self._record.bad is not None:
+            end = self._record.bad // self._accumulate
+            self._until(lambda: all(self._record.updates_of(i) >= end for i in range(len(self.work.stages))))
         elif validate is not None and end:
             self._evaluate(validate(), step=end, fresh=True)
-            self._until(lambda: not self._evaluating or self._bad is not None)
+            self._until(lambda: not self._record.is_evaluating or self._record.bad is not None)
         self._save()
-        if self._bad is not None:
+        if self._record.bad is not None:
             raise NotFinite(
-                f"the loss is not a finite number in step {end + 1}, batch {end}, microbatch {self._bad}: "
+                f"the loss is not a finite number in step {end + 1}, batch {end}, microbatch {self._record.bad}: "
                 f"the weights before that step are in {self.work.folder / 'model.safetensors'}. "
                 "Try a smaller learning rate, warm-up or clip_norm, and look at that batch"
             )
@@ -362,23 +294,3 @@ class LocalRun:
             self._crew.tell_one(stage.index, Save(str(part)))
         self._until(lambda: len(self._saved) == len(stages))
         gather(self.work.program, stages, parts, folder / "model.safetensors", self.work.settings.seed)
-
-
-def gather(program: Program, stages: Sequence[Stage], parts: Sequence[Path], path: Path, seed: int) -> None:
-    """One file with the model's names out of the stages' files, a tensor at a time. What no stage uses is kept."""
-    contents = {s.target: s for s in (*program.state, *program.idle) if s.persistent}
-    idle = _idle_tensors(program, [s for s in program.idle if s.persistent], seed)
-    with write_weights(path, contents.values(), {"ties": json.dumps(dict(program.ties))}) as writer:
-        for name, tensor in idle.items():
-            writer.write(name, tensor)
-        for stage, part in zip(stages, parts, strict=True):
-            for name, tensor in iterate_weights(stage, part):
-                if name in writer.missing:
-                    writer.write(name, tensor)
-
-
-def _idle_tensors(program: Program, idle: Sequence[State], seed: int) -> dict[str, Tensor]:
-    tensors = {s.target: program.tensors[s.target] for s in idle}
-    if program.log is None or not idle:
-        return {name: tensor.detach() for name, tensor in tensors.items()}
-    return replay(program.log.init_for(tensors), set(tensors), seed)

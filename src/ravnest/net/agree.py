@@ -22,11 +22,15 @@ from ravnest.net.converse import Steps, hear, say
 from ravnest.net.frame import MAX_GENERATION
 from ravnest.net.handshake import TlsChannel
 
-__all__ = ["Introduction", "be_chosen", "check_same", "choose", "hear_introduction", "introduce", "leads"]
+__all__ = [
+    "INTRODUCTION_BYTES", "Introduction", "be_chosen", "check_same", "choose", "decode_introduction",
+    "encode_introduction", "hear_introduction", "introduce", "leads",
+]  # fmt: skip
 
 _MAGIC = b"RVNI"
 _FORMAT = 1
 _INTRODUCTION = struct.Struct("!4sBI16s")
+INTRODUCTION_BYTES = _INTRODUCTION.size
 _CHOSEN, _CONFIRMED = b"\x02", b"\x03"
 
 
@@ -50,11 +54,19 @@ def leads(me: str, peer: str) -> bool:
 
 
 def introduce(channel: TlsChannel, mine: Introduction) -> Steps[None]:
-    yield from say(channel, _INTRODUCTION.pack(_MAGIC, _FORMAT, mine.generation, mine.purpose))
+    yield from say(channel, encode_introduction(mine))
 
 
 def hear_introduction(channel: TlsChannel) -> Steps[Introduction]:
-    words = yield from hear(channel, _INTRODUCTION.size)
+    return decode_introduction((yield from hear(channel, INTRODUCTION_BYTES)))
+
+
+def encode_introduction(mine: Introduction) -> bytes:
+    return _INTRODUCTION.pack(_MAGIC, _FORMAT, mine.generation, mine.purpose)
+
+
+def decode_introduction(words: bytes) -> Introduction:
+    """Of exactly `INTRODUCTION_BYTES`."""
     magic, format_, generation, purpose = _INTRODUCTION.unpack(words)
     if magic != _MAGIC or format_ != _FORMAT:
         raise HandshakeError("the peer introduces itself in another way: run the same release on both ends")

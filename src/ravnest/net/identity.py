@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import stat
 from datetime import datetime, timedelta
@@ -28,6 +29,7 @@ __all__ = [
     "Authority",
     "Identity",
     "fingerprint",
+    "key_digest",
     "make_authority",
     "make_key",
     "make_request",
@@ -53,6 +55,13 @@ class Identity:
         if certificate.public_key() != key.public_key():
             raise IdentityError(f"the key in {directory} does not belong to the certificate next to it")
         return cls(directory, _common_name(certificate))
+
+    def valid_until(self) -> datetime:
+        return _read_certificate(self.certificate_path).not_valid_after_utc
+
+    def is_of(self, authority_pem: bytes) -> bool:
+        """Whether this authority gave the certificate."""
+        return _read(self.authority_path) == authority_pem
 
     @property
     def key_path(self) -> Path:
@@ -130,6 +139,13 @@ def save_identity(
 def fingerprint(certificate_pem: bytes) -> str:
     """The SHA-256 of a certificate, in hexadecimal."""
     return _parse_certificate(certificate_pem, "the certificate").fingerprint(hashes.SHA256()).hex()
+
+
+def key_digest(request_pem: bytes) -> str:
+    """The SHA-256 of the key that a signing request is for, in hexadecimal; raises `IdentityError`."""
+    key = _check_request(request_pem)
+    form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return hashlib.sha256(key.public_bytes(*form)).hexdigest()
 
 
 def _builder(

@@ -1,0 +1,136 @@
+"""What a cluster's training came to, gathered from what its stages report: losses by window, evaluations, accounts.
+
+The loss of a window is the mean of its microbatches by their shares. Reports come in any order between stages, and a
+few may be missing after a connection broke; a window is through when every stage has made its update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .core.errors import FrameError
+from .core.metrics import StageMetrics
+
+__all__ = ["Record", "Values"]
+
+Values = tuple[float | None, ...]  # None for what is not finite
+
+_EVALUATION_BITS = 20  # of a held-out microbatch's number; above them is its evaluation's
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+@dataclass
+class _Window:
+    """The losses of one window, until all are there."""
+
+    shares: dict[int, float] = field(default_factory=dict)
+    values: dict[int, Values] = field(default_factory=dict)
+
+    def means(self, count: int) -> list[float]:
+        wanted = {m: share for m, share in self.shares.items() if share}
+        there = {m: share for m, share in wanted.items() if m in self.values}
+        if not there:
+            return [math.nan] * count
+        total = 1.0 if len(there) == len(wanted) else sum(there.values())
+        return [sum(share * _number(self.values[m][k]) for m, share in there.items()) / total for k in range(count)]
+
+
+@dataclass
+class Evaluation:
+    """Held-out microbatches on their way, and what came back: (samples, values) of each."""
+
+    step: int
+    first: int  # the number of its first microbatch
+    sent: int = 0
+    is_all_sent: bool = False
+    results: list[tuple[int, Values]] = field(default_factory=list)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.sent - len(self.results)
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_all_sent and not self.num_waiting
+
+    def means(self, count: int) -> list[float]:
+        samples = sum(size for size, _ in self.results)
+        return [sum(size * _number(values[k]) for size, values in self.results) / samples for k in range(count)]
+
+
+class Record:
+    """Of one cluster. `labels` name what the loss function reports, the loss first."""
+
+    def __init__(self, labels: Sequence[str], accumulate: int, num_stages: int) -> None:
+        self.labels, self.accumulate, self.num_stages = list(labels), accumulate, num_stages
+        self.windows_done = 0
+        self.bad: int | None = None  # the first microbatch whose loss is not finite
+        self.stages: dict[int, StageMetrics] = {}
+        self.evaluations: list[dict[str, float]] = []
+        self._windows: dict[int, _Window] = {}
+        self._evaluating: dict[int, Evaluation] = {}
+        self._evaluations_begun = 0
+
+    def fed(self, microbatch: int, share: float) -> None:
+        """A microbatch is on its way; `share` is its part of its window."""
+        self._windows.setdefault(microbatch // self.accumulate, _Window()).shares[microbatch] = share
+
+    def lost(self, microbatch: int, values: Values) -> bool:
+        """The loss of a microbatch; whether it is the first that is not finite."""
+        window = self._windows.get(microbatch // self.accumulate)
+        if window is None or microbatch not in window.shares or len(values) != len(self.labels):
+            raise FrameError(f"a loss of microbatch {microbatch} with {len(values)} values is not expected")
+        window.values[microbatch] = values
+        if values[0] is None and self.bad is None:
+            self.bad = microbatch
+            return True
+        return False
+
+    def updated(self, metrics: StageMetrics) -> Iterator[tuple[int, list[float]]]:
+        """A stage's account; yields each window that is through by it, with what was reported in it."""
+        if not 0 <= metrics.stage < self.num_stages:
+            raise FrameError(f"there is no stage {metrics.stage}")
+        self.stages[metrics.stage] = metrics
+        done = min((self.updates_of(i) for i in range(self.num_stages)), default=0)
+        while self.windows_done < done and self.windows_done in self._windows:
+            window = self.windows_done
+            self.windows_done += 1
+            yield window, self._windows.pop(window).means(len(self.labels))
+
+    def updates_of(self, stage: int) -> int:
+        return self.stages[stage].updates if stage in self.stages else 0
+
+    def begin_evaluation(self, step: int) -> Evaluation:
+        self._evaluations_begun += 1
+        first = self._evaluations_begun << _EVALUATION_BITS
+        evaluation = self._evaluating[self._evaluations_begun] = Evaluation(step, first)
+        return evaluation
+
+    def evaluated(self, number: int, batch: int, values: Values) -> dict[str, float] | None:
+        """The result of a held-out microbatch; of its evaluation, if that is through."""
+        evaluation = self._evaluating.get(number >> _EVALUATION_BITS)
+        if evaluation is None or not evaluation.num_waiting or len(values) != len(self.labels):
+            raise FrameError(f"a result of held-out microbatch {number} is not expected")
+        evaluation.results.append((batch, values))
+        return self.conclude(evaluation)
+
+    def conclude(self, evaluation: Evaluation) -> dict[str, float] | None:
+        """Note the result of an evaluation if all of it is there."""
+        key = evaluation.first >> _EVALUATION_BITS
+        if not evaluation.is_done or key not in self._evaluating:
+            return None
+        del self._evaluating[key]
+        if not evaluation.results:
+            return None
+        means = dict(zip(self.labels, evaluation.means(len(self.labels)), strict=True))
+        self.evaluations.append({"step": evaluation.step, **means})
+        return self.evaluations[-1]
+
+    @property
+    def is_evaluating(self) -> bool:
+        return bool(self._evaluating)
