@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 
 from ravnest.core.config import config, require
 from ravnest.net.addresses import home_of, plain_host, show
-from ravnest.net.hello import RELAY_PROTOCOL
+from ravnest.net.hello import FEED_PROTOCOL, RELAY_PROTOCOL
 from ravnest.net.identity import Identity
 from ravnest.net.tls import tls_context, tune
 
@@ -51,7 +51,7 @@ def front_context(identity: Identity) -> ssl.SSLContext:
     """TLS 1.3 with the coordinator's certificate; guests may prove that they are members, but need not."""
     context = tls_context(identity, server_side=True)
     context.verify_mode = ssl.CERT_OPTIONAL
-    context.set_alpn_protocols([RELAY_PROTOCOL, "http/1.1"])
+    context.set_alpn_protocols([RELAY_PROTOCOL, FEED_PROTOCOL, "http/1.1"])
     return context
 
 

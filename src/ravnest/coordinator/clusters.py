@@ -1,0 +1,105 @@
+"""A cluster while it lives: its plan, its feed, what its members were told, and what came back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..core.control import Part, Tell
+from ..core.metrics import StageMetrics
+from ..core.orders import EndAfter, Order, Save
+from .events import Cluster
+from .feed import FeedLine
+from .feeder import Feeder
+from .requester import Piece
+
+__all__ = ["LiveCluster"]
+
+
+class LiveCluster:
+    """`lease()` gives the next batch and its pieces, or None; `settle(batch)` says that one is done."""
+
+    def __init__(
+        self,
+        plan: Cluster,
+        parts: Sequence[Part],
+        feeder: Feeder,
+        lease: Callable[[LiveCluster], tuple[int, Sequence[Piece]] | None],
+        settle: Callable[[LiveCluster, int], None],
+        broken: Callable[[LiveCluster, str], None],
+    ) -> None:
+        self.plan, self.parts, self.feeder = plan, list(parts), feeder
+        self.id, self.generation = plan.id, plan.generation
+        self.is_training = False
+        self.is_over = False
+        self.relay_tokens: list[str] = []
+        self.max_weights_bytes: list[int] = []
+        self.metrics: dict[int, StageMetrics] = {}
+        self.orders: list[Order] = []
+        self._lease, self._settle, self._broken = lease, settle, broken
+        self._line: FeedLine | None = None
+
+    def part_of(self, name: str) -> Part | None:
+        stage = self.stage_of(name)
+        return None if stage is None else self.parts[stage]
+
+    def stage_of(self, name: str) -> int | None:
+        return self.plan.members.index(name) if name in self.plan.members else None
+
+    def retold(self) -> list[Tell]:
+        """All orders so far, for a member that comes back."""
+        return [Tell(self.generation, order) for order in self.orders]
+
+    def end_after(self, updates: int) -> Tell:
+        return self._order(EndAfter(updates))
+
+    def save(self) -> Tell:
+        return self._order(Save())
+
+    def _order(self, order: Order) -> Tell:
+        self.orders = [o for o in self.orders if type(o) is not type(order)] + [order]
+        return Tell(self.generation, order)
+
+    def start(self) -> None:
+        """All members are ready."""
+        self.is_training = True
+        self.pump()
+
+    def pump(self) -> None:
+        """Send what there is to send, as long as the line takes it."""
+        line = self._line
+        while line is not None and line.has_room and self.is_training and not self.is_over:
+            if self.feeder.wants_batch and (leased := self._lease(self)) is not None:
+                self.feeder.load(*leased)
+            sending = self.feeder.next()
+            if sending is None:
+                return
+            line.send(sending)
+
+    def close(self) -> None:
+        self.is_over = True
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    # what its feed tells
+
+    def attached(self, line: FeedLine) -> None:
+        older, self._line = self._line, line
+        if older is not None:
+            older.close()
+        self.pump()
+
+    def acknowledged(self, microbatch: int) -> None:
+        batch = self.feeder.acknowledge(microbatch)
+        if batch is not None:
+            self._settle(self, batch)
+        self.pump()
+
+    def room(self) -> None:
+        self.pump()
+
+    def detached(self, line: FeedLine, reason: str) -> None:
+        if self._line is line:
+            self._line = None
+            if not self.is_over:
+                self._broken(self, f"the feed to {self.plan.members[0]} broke: {reason}")

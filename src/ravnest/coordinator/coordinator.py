@@ -1,0 +1,376 @@
+"""The coordinator: keeps the state, carries out what `decide` says, and tells each node what it should be.
+
+Everything that happens is an event: it changes the state (`apply`) and is kept in the journal. All of this lives in
+one asyncio loop; only planning, which computes, is done in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from ..core.config import require
+from ..core.control import Beat, Desired, Hello, Leave, Moved, Part, Peer, Report, Said, Tell, Welcome
+from ..core.errors import FrameError, RavnestError
+from ..core.orders import Evaluated, Failed, Linked, Lost, Ready, Saved, Updated
+from ..net.agree import Introduction
+from ..net.feeding import feed_purpose
+from ..net.hub import HubConfig, RelayHub
+from .blobs import Blobs
+from .clusters import LiveCluster
+from .decide import Decision, EndCluster, LoseNode, MakePlan, Wishes, decide, machines_of, next_look_s
+from .events import (
+    CallerRefused,
+    Cluster,
+    ClusterEnded,
+    Event,
+    LeaseGranted,
+    LeaseReturned,
+    LeaseSettled,
+    LinkMade,
+    NodeBlamed,
+    NodeConnected,
+    NodeGone,
+    NodeKicked,
+    NodeMoved,
+    NodeReady,
+    Noted,
+    PlanFailed,
+    PlanMade,
+)  # fmt: skip
+from .feeder import Feeder
+from .requester import Piece, Requester, StageFiles
+from .sessions import Session
+from .state import State, apply
+
+__all__ = ["Coordinator"]
+
+_MOST_REFUSALS = 64  # kinds that are told apart between two looks
+
+
+class Coordinator:
+    """Give it a state and somebody who wants a model trained; tell it what nodes say."""
+
+    def __init__(
+        self, state: State, requester: Requester, wishes: Wishes, *, keep: Callable[[Event], None] = lambda event: None
+    ) -> None:
+        self.state, self.requester, self.wishes = state, requester, wishes
+        self.beat_s = wishes.beat_s
+        self.hub = RelayHub(HubConfig(on_refused=self.refused))
+        self.blobs = Blobs()
+        self.clusters: dict[str, LiveCluster] = {}
+        self.sessions: dict[str, Session] = {}
+        self._member_of: dict[str, LiveCluster] = {}
+        self.is_ending = False
+        self._keep = keep
+        self._start_s, self._started = time.time(), time.monotonic()
+        self._wake = asyncio.Event()
+        self._planning: asyncio.Task[None] | None = None
+        self._refusals: Counter[tuple[str, str]] = Counter()
+
+    def now_s(self) -> float:
+        """The time of day when we began, and what has passed since: a clock that is set does not matter."""
+        return self._start_s + time.monotonic() - self._started
+
+    def record(self, event: Event) -> None:
+        apply(self.state, event)
+        self._keep(event)
+        if not isinstance(event, LeaseGranted | LeaseSettled):  # which come by the thousand and decide nothing
+            self._wake.set()
+
+    def note(self, text: str) -> None:
+        self.record(Noted(self.now_s(), text))
+
+    def refused(self, address: str, reason: str) -> None:
+        """Somebody was sent away; told in one event with others like it."""
+        key = (address.rpartition(":")[0] or address, reason)
+        if key not in self._refusals and len(self._refusals) >= _MOST_REFUSALS:
+            key = ("many", "for various reasons")
+        self._refusals[key] += 1
+
+    # deciding
+
+    async def tend(self) -> None:
+        """Decide and act, whenever something has changed or is due. Runs until cancelled."""
+        while True:
+            self._wake.clear()
+            self._tell_refusals()
+            for decision in decide(self.state, self.now_s(), self.wishes):
+                self._carry_out(decision)
+            if self._wake.is_set():
+                await asyncio.sleep(0)
+                continue
+            wait_s = min(max(next_look_s(self.state, self.now_s(), self.wishes) - self.now_s(), 0.05), 1.0)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _tell_refusals(self) -> None:
+        refusals, self._refusals = self._refusals, Counter()
+        for (address, reason), count in refusals.items():
+            self.record(CallerRefused(self.now_s(), address, reason, count))
+
+    def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case LoseNode(name=name, reason=reason):
+                self.lose(name, reason, polite=False)
+            case EndCluster(cluster=cluster, reason=reason, blamed=blamed):
+                for name in blamed:
+                    self.record(NodeBlamed(self.now_s(), name, reason))
+                self._end_cluster(cluster, reason, is_lost=True)
+            case MakePlan(nodes=nodes):
+                if not self.is_ending and (self._planning is None or self._planning.done()):
+                    self._planning = asyncio.get_running_loop().create_task(self._plan(nodes))
+
+    async def _plan(self, nodes: Sequence[str]) -> None:
+        began = self.now_s()
+        generation = self.state.generation + 1
+        try:
+            machines = machines_of(self.state, nodes)
+            planned = await asyncio.to_thread(self.requester.plan, machines, generation)
+            made: list[tuple[Cluster, list[StageFiles]]] = []
+            for cluster in planned.clusters:
+                profiles = [self.state.nodes[name].profile for name in cluster.members]
+                made.append((cluster, await asyncio.to_thread(self.requester.stages, cluster, profiles)))
+        except RavnestError as error:
+            self.record(PlanFailed(self.now_s(), str(error), tuple(nodes)))
+            return
+        free = set(self.state.free_nodes(self.now_s()))
+        kept = [(cluster, files) for cluster, files in made if free.issuperset(cluster.members)]
+        if len(kept) < len(made):
+            self.note("a PC left while the plan was made: its cluster is planned anew")
+        clusters = tuple(cluster for cluster, _ in kept)
+        took_s = self.now_s() - began
+        self.record(
+            PlanMade(self.now_s(), generation, clusters, planned.spares, planned.left_out, planned.reason, took_s)
+        )
+        for cluster, files in kept:
+            self._found(cluster, files)
+
+    # clusters
+
+    def _found(self, cluster: Cluster, files: Sequence[StageFiles]) -> None:
+        """A cluster begins: its members are told what to be."""
+        names = cluster.members
+        tokens = [secrets.token_urlsafe(24) for _ in names[1:]]
+        for token, pair in zip(tokens, pairwise(names), strict=True):
+            self.hub.open(token, pair)
+
+        def peer(stage: int, token: str) -> Peer:
+            return Peer(name=names[stage], where=self.state.nodes[names[stage]].where, relay_token=token)
+
+        parts = [
+            Part(
+                generation=cluster.generation, cluster=cluster.id, stage=i, count=len(names),
+                file=self.blobs.put(given.file), brief=self.blobs.put(given.brief),
+                weights=None if given.weights is None else self.blobs.put(given.weights),
+                before=peer(i - 1, tokens[i - 1]) if i else None,
+                after=peer(i + 1, tokens[i]) if i + 1 < len(names) else None,
+            )
+            for i, given in enumerate(files)
+        ]  # fmt: skip
+        feeder = Feeder(
+            accumulate=cluster.accumulate, depth=cluster.depths[0], samples_per_s=cluster.samples_per_s,
+            round_trip_s=2 * self.state.nodes[names[0]].profile.latency_s,
+        )  # fmt: skip
+        live = LiveCluster(cluster, parts, feeder, self._lease, self._settle, self._broken)
+        live.relay_tokens = tokens
+        live.max_weights_bytes = [given.max_bytes for given in files]
+        self.clusters[cluster.id] = live
+        self._member_of |= dict.fromkeys(names, live)
+        for name in names:
+            self._tell_desired(name)
+
+    def _tell_desired(self, name: str) -> None:
+        session = self.sessions.get(name)
+        if session is None:
+            return
+        live = self.cluster_of(name)
+        if live is None:
+            session.tell(Desired(None, self.state.why_free(name)))
+            return
+        session.tell(Desired(live.part_of(name), live.plan.reason))
+        for told in live.retold():
+            session.tell(told)
+
+    def cluster_of(self, name: str) -> LiveCluster | None:
+        return self._member_of.get(name)
+
+    def _broken(self, live: LiveCluster, reason: str) -> None:
+        """Something of a cluster broke, and nobody is known to be at fault."""
+        self._end_cluster(live.id, reason, is_lost=True)
+
+    def _end_cluster(self, cluster: str, reason: str, *, is_lost: bool) -> None:
+        live = self.clusters.pop(cluster, None)
+        if live is None:
+            return
+        live.close()
+        for name in live.plan.members:
+            del self._member_of[name]
+        for token in live.relay_tokens:
+            self.hub.close(token)
+        for part in live.parts:
+            for blob in (part.file, part.brief, part.weights):
+                if blob is not None:
+                    self.blobs.drop(blob)
+        for batch in sorted(self.state.leases.outstanding_of(cluster)):
+            self.record(LeaseReturned(self.now_s(), cluster, batch, reason))
+        self.record(ClusterEnded(self.now_s(), cluster, reason, is_lost))
+        self.requester.ended(cluster, reason, is_lost=is_lost)
+        for name in live.plan.members:
+            self._tell_desired(name)
+        self.more()
+
+    def end_cluster(self, cluster: str, reason: str) -> None:
+        """The cluster has done its work."""
+        self._end_cluster(cluster, reason, is_lost=False)
+
+    def _tell(self, live: LiveCluster, told: Tell) -> None:
+        for name in live.plan.members:
+            if (session := self.sessions.get(name)) is not None:
+                session.tell(told)
+
+    # leases
+
+    def more(self) -> None:
+        """There may be something to lease."""
+        for live in list(self.clusters.values()):
+            live.pump()
+
+    def _lease(self, live: LiveCluster) -> tuple[int, Sequence[Piece]] | None:
+        batch = self.state.leases.grant(live.id, self.requester.available())
+        if batch is None:
+            return None
+        pieces = self.requester.pieces(batch, live.feeder.accumulate)
+        self.record(LeaseGranted(self.now_s(), live.id, batch))
+        self.requester.fed(live.id, live.feeder.windows, batch, pieces)
+        return batch, pieces
+
+    def _settle(self, live: LiveCluster, batch: int) -> None:
+        self.record(LeaseSettled(self.now_s(), live.id, batch))
+        self.requester.settled(batch)
+
+    def end_training(self) -> None:
+        """Nothing more is leased: each cluster trains to the end of what it got."""
+        self.is_ending = True
+        for live in self.clusters.values():
+            self._tell(live, live.end_after(live.feeder.windows))
+
+    def end_after(self, cluster: str, updates: int) -> None:
+        if (live := self.clusters.get(cluster)) is not None:
+            self._tell(live, live.end_after(updates))
+
+    def evaluate(self, cluster: str, first: int, pieces: Sequence[Piece], *, fresh: bool) -> None:
+        if (live := self.clusters.get(cluster)) is not None:
+            live.feeder.evaluate(first, pieces, fresh=fresh)
+            live.pump()
+
+    def save(self, cluster: str) -> None:
+        """Have each stage send its weights."""
+        if (live := self.clusters.get(cluster)) is not None:
+            self._tell(live, live.save())
+
+    # what nodes say
+
+    def arrived(self, session: Session, hello: Hello) -> None:
+        name, now_s = session.name, self.now_s()
+        older = self.sessions.pop(name, None)
+        if older is not None:
+            self.note(f"{name} came again from {session.address}: its connection from {older.address} is closed")
+            older.dismiss("this node came again from elsewhere", again=False)
+        self.sessions[name] = session
+        live = self.cluster_of(name)
+        if live is not None and live.is_training and hello.holding != live.generation:
+            self._end_cluster(live.id, f"{name} came back without its stage", is_lost=True)
+        self.record(NodeConnected(now_s, name, hello.profile, hello.where, session.address, hello.holding))
+        self.state.heard(name, now_s, "")
+        session.tell(Welcome(run=self.state.run, beat_s=self.beat_s))
+        self._tell_desired(name)
+
+    def heard(self, session: Session, said: Said) -> None:
+        name = session.name
+        if self.sessions.get(name) is not session:
+            raise FrameError("it was replaced by a newer connection")
+        self.state.heard(name, self.now_s(), said.doing[:200] if isinstance(said, Beat) else None)
+        match said:
+            case Moved(where=where):
+                self.record(NodeMoved(self.now_s(), name, where))
+            case Report():
+                self._reported(name, said)
+            case Leave(reason=reason):
+                self.lose(name, reason[:200] or "it left", polite=True)
+            case Hello():
+                raise FrameError("it said hello twice")
+
+    def left(self, session: Session, reason: str) -> None:
+        """Its connection is gone; the node may train on and come back. Whether it is lost is decided later."""
+        if self.sessions.get(session.name) is session:
+            del self.sessions[session.name]
+            self.note(f"the connection to {session.name} ended: {reason}")
+
+    def lose(self, name: str, reason: str, *, polite: bool) -> None:
+        live = self.cluster_of(name)
+        self.record(NodeGone(self.now_s(), name, reason, polite))
+        if live is not None:
+            self._end_cluster(live.id, f"{name} is gone: {reason}", is_lost=True)
+        session = self.sessions.pop(name, None)
+        if session is not None:
+            session.dismiss(reason, again=not polite)
+
+    def kick(self, name: str, reason: str) -> None:
+        """It does not come in again, and is in no roster from now on."""
+        require(name in self.state.members, f"there is no node {name!r}: see `ravnest status`")
+        self.record(NodeKicked(self.now_s(), name, reason))
+        live = self.cluster_of(name)
+        if live is not None:
+            self._end_cluster(live.id, f"{name} was kicked: {reason}", is_lost=True)
+        session = self.sessions.pop(name, None)
+        if session is not None:
+            session.dismiss(f"the requester has removed this node: {reason}", again=False)
+
+    def _reported(self, name: str, said: Report) -> None:
+        live = self.cluster_of(name)
+        if live is None or said.generation != live.generation:
+            return  # of a part that is no more
+        stage = live.stage_of(name)
+        assert stage is not None
+        is_leaf = stage == len(live.plan.members) - 1
+        match said.report:
+            case Ready():
+                self.record(NodeReady(self.now_s(), live.id, name))
+                if not live.is_training and self.state.is_training(live.id):
+                    live.start()
+            case Linked(peer=peer, how=how, reason=reason, hint=hint):
+                self.record(LinkMade(self.now_s(), live.id, name, peer[:63], how[:20], reason[:500], hint[:500]))
+            case Failed(reason=reason, is_consequence=is_consequence):
+                if not is_consequence:
+                    self.record(NodeBlamed(self.now_s(), name, reason[:500]))
+                self._end_cluster(live.id, f"{name} (stage {stage}) failed: {reason[:500]}", is_lost=True)
+            case Lost() | Evaluated() if not is_leaf:
+                raise FrameError(f"a {type(said.report).__name__} comes from the last stage only")
+            case Evaluated() as report:
+                self.requester.reported(live.id, stage, report)
+                live.feeder.evaluated()
+                live.pump()
+            case Updated(metrics=metrics) as report:
+                live.metrics[stage] = metrics
+                self.requester.reported(live.id, stage, report)
+            case Lost() | Saved() as report:
+                self.requester.reported(live.id, stage, report)
+
+    # feeds
+
+    def feed_for(self, name: str, said: Introduction) -> LiveCluster:
+        """The cluster whose root dials; raises `FrameError` for anybody else."""
+        live = self.cluster_of(name)
+        if live is None or live.stage_of(name) != 0:
+            raise FrameError(f"{name} is no root of a cluster")
+        if said != Introduction.of(live.generation, feed_purpose(live.id)):
+            raise FrameError(f"{name} came for another cluster or generation than its own, which is {live.generation}")
+        return live

@@ -1,0 +1,131 @@
+"""The conversation with one node: MessagePack over a WebSocket, each message checked before anybody acts on it.
+
+What is told waits in a short queue of its own, so a node that does not read keeps nobody else waiting: when its queue
+is full it is sent away, and is told all of it again when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from ..core.control import MAX_MESSAGE_BYTES, Goodbye, Hello, Said, Told
+from ..core.errors import FrameError, LinkClosed
+
+__all__ = ["Desk", "Session", "converse"]
+
+_HELLO_S = 15.0
+_SEND_S = 20.0
+_WAITING = 64
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+
+
+class Desk(Protocol):
+    """Who hears what nodes say. Methods may raise `FrameError` or `ValueError`: the node is sent away with that."""
+
+    beat_s: float
+
+    def arrived(self, session: Session, hello: Hello) -> None: ...
+
+    def heard(self, session: Session, said: Said) -> None: ...
+
+    def left(self, session: Session, reason: str) -> None: ...
+
+
+class Session:
+    """One node that is connected."""
+
+    def __init__(
+        self, socket: web.WebSocketResponse, transport: asyncio.Transport | None, name: str, address: str
+    ) -> None:
+        self.name, self.address = name, address
+        self._socket, self._transport = socket, transport
+        self._waiting: asyncio.Queue[Told] = asyncio.Queue(_WAITING)
+        self._ending: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._ending is None
+
+    def tell(self, message: Told) -> None:
+        """Queue a message; a node that takes none is sent away."""
+        try:
+            self._waiting.put_nowait(message)
+        except asyncio.QueueFull:
+            self.end(f"it took none of {_WAITING} messages")
+
+    def dismiss(self, reason: str, *, again: bool) -> None:
+        """Say goodbye, and close once that is said."""
+        if self.is_open:
+            self.tell(Goodbye(reason, again))
+            self._ending = self._ending or reason
+
+    def end(self, reason: str) -> None:
+        """Close now."""
+        self._ending = self._ending or reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def send_all(self) -> None:
+        """Send what is queued, until a goodbye has been sent."""
+        while True:
+            message = await self._waiting.get()
+            async with asyncio.timeout(_SEND_S):
+                await self._socket.send_bytes(_encoder.encode(message))
+            if isinstance(message, Goodbye):
+                await self._socket.close()
+                return
+
+    async def hear(self, within_s: float) -> Said:
+        """The next message; raises `FrameError` for what is none, `LinkClosed` at the end."""
+        try:
+            async with asyncio.timeout(within_s):
+                message = await self._socket.receive()
+        except TimeoutError:
+            raise LinkClosed(f"nothing was heard for {within_s:g} s") from None
+        if message.type is WSMsgType.BINARY:
+            try:
+                return _decoder.decode(message.data)
+            except (ValueError, RecursionError) as error:
+                raise FrameError(f"its message cannot be read: {error}") from error
+        if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
+            raise LinkClosed(self._ending or "the connection ended")
+        raise FrameError("it sent text, where MessagePack is spoken")
+
+
+async def converse(request: web.Request, name: str, address: str, desk: Desk) -> web.WebSocketResponse:
+    """Hear a node out, from its hello to its end."""
+    socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=2.0)
+    await socket.prepare(request)
+    session = Session(socket, request.transport, name, address)
+    sending = asyncio.create_task(session.send_all())
+    has_arrived, reason = False, "the connection ended"
+    try:
+        hello = await session.hear(_HELLO_S)
+        if not isinstance(hello, Hello):
+            raise FrameError("it did not say hello first")
+        desk.arrived(session, hello)
+        has_arrived = True
+        while True:
+            desk.heard(session, await session.hear(3 * desk.beat_s))
+    except LinkClosed as error:
+        reason = str(error)
+    except (FrameError, ValueError) as error:  # what it said is wrong: it is told so
+        reason = str(error)
+        with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError):
+            async with asyncio.timeout(2.0):
+                await socket.send_bytes(_encoder.encode(Goodbye(reason, again=True)))
+    finally:
+        sending.cancel()
+        if has_arrived:
+            desk.left(session, reason)
+        with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError, asyncio.CancelledError):
+            async with asyncio.timeout(2.0):
+                await socket.close()
+    return socket
