@@ -70,8 +70,8 @@ class Leases(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         return self.next_new if self.next_new < available else None
 
     def note_granted(self, cluster: str, batch: int) -> None:
-        account = self.accounts.setdefault(cluster, _Account())
         assert 0 <= batch <= self.next_new, f"batch {batch} is granted before batch {self.next_new}"
+        account = self.accounts.setdefault(cluster, _Account())
         assert batch not in account.out, f"cluster {cluster} has batch {batch} already"
         assert not account.is_closed, f"cluster {cluster} has ended and gets batch {batch}"
         if batch == self.next_new:
@@ -79,6 +79,7 @@ class Leases(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
             self.unsettled.add(batch)
         else:
             self._no_longer_waits(batch)
+        account.given_back.discard(batch)  # from now on this lease counts, not the earlier one
         account.out.add(batch)
         for counts in (self.counts, account.counts):
             counts.granted += 1
