@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.coordinator.leases import Counts, Leases
@@ -83,6 +83,7 @@ def follow(leases: Leases, plain: Plain, move: str, cluster: str, number: int) -
             plain.closed.add(cluster)
 
 
+@settings(deadline=None)
 @given(traces)
 def test_counts_are_those_of_the_plain_way(trace: list[tuple[str, str, int]]) -> None:
     leases, plain = Leases(), Plain()
@@ -95,6 +96,7 @@ def test_counts_are_those_of_the_plain_way(trace: list[tuple[str, str, int]]) ->
         assert leases.counts.is_balanced
 
 
+@settings(deadline=None)
 @given(traces)
 def test_no_batch_is_ever_lost(trace: list[tuple[str, str, int]]) -> None:
     leases, plain = Leases(), Plain()
@@ -109,6 +111,7 @@ def test_no_batch_is_ever_lost(trace: list[tuple[str, str, int]]) -> None:
         assert leases.settled_below not in settled
 
 
+@settings(deadline=None)
 @given(traces)
 def test_what_is_left_can_always_be_trained(trace: list[tuple[str, str, int]]) -> None:
     leases, plain = Leases(), Plain()

@@ -13,6 +13,7 @@ import contextlib
 import os
 import struct
 from pathlib import Path
+from stat import S_ISREG
 from zlib import crc32
 
 import msgspec
@@ -104,7 +105,7 @@ def encode_record(what: Event | Snapshot) -> bytes:
 def open_private(path: Path, more: int = 0) -> int:
     """For appending, readable by this user only, also if it was there before."""
     file = os.open(path, _FLAGS | more, 0o600)
-    if hasattr(os, "fchmod"):
+    if hasattr(os, "fchmod") and S_ISREG(os.fstat(file).st_mode):
         os.fchmod(file, 0o600)
     return file
 
