@@ -26,13 +26,12 @@ import torch
 import ravnest
 from benchmarks.report import Report, arguments
 from benchmarks.rivals import CONFIG, LR, SEQUENCES, batch
-from ravnest.api import Job, Run, Show, Training
+from ravnest.api import Job, Run, Training
 from ravnest.examples.gpt import GPT, next_token_loss
 from ravnest.graph import trace
-from ravnest.local import Progress
-from ravnest.localplan import LocalPlan
 from ravnest.profile.mix import Workload
 from ravnest.profile.speed import measure_speed
+from ravnest.progress import Progress, Show
 
 _ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 20_000  # short, so that the pipe sees slowness and not pauses; shorter ones cost work per second
@@ -134,7 +133,7 @@ def measure(case: Case, speeds: Sequence[float], steps: int) -> dict[str, float]
             steps=steps, on=f"local:{len(case.shares)}", cores=case.cores, memory=case.memory,
             speeds=",".join(map(str, speeds)), folder=Path(folder) / "run",
         )  # fmt: skip
-        run = job.train(how, show=lambda plan: _Enrol(plan, quotas))
+        run = job.train(how, show=_Enrol(quotas))
         lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     early, late = lines[_WARM_UP - 1], lines[-2]  # after the last the pipe drains
     samples = (late["step"] - early["step"]) * case.accumulate * SEQUENCES
@@ -211,8 +210,8 @@ class Quotas:
 class _Enrol(Show):
     """Puts the workers into their groups at the first update: what comes before is start-up."""
 
-    def __init__(self, plan: LocalPlan, quotas: Quotas) -> None:
-        self._plan, self._quotas, self._is_done = plan, quotas, False
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas, self._is_done = quotas, False
 
     def update(self, progress: Progress) -> None:
         if not self._is_done:

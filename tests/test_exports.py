@@ -47,9 +47,10 @@ def test_commands_and_flags() -> None:
             "--check", "--clean", "--cut", "--debug", "--duration", "--host", "--kill", "--stop", "command", "topology",
         ],
         "train": [
-            "--accumulate", "--autocast", "--compression", "--cores", "--debug", "--epochs", "--folder", "--local",
-            "--max-staleness", "--memory", "--microbatch", "--mode", "--recompute", "--seed", "--speeds", "--steps",
-            "--threads", "--validate-every", "job",
+            "--accumulate", "--advertise", "--autocast", "--compression", "--coordinator", "--cores", "--debug",
+            "--epochs", "--folder", "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes",
+            "--mode", "--recompute", "--seed", "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid",
+            "--validate-every", "--wait", "--whole", "job",
         ],
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from . import __version__
 from .core.errors import RavnestError
+from .core.units import parse_seconds
 
 if TYPE_CHECKING:
     from .jobfile import JobFile
@@ -50,6 +51,24 @@ def options(
 def train(
     job: Annotated[Path, typer.Argument(help="A Python file that defines `job = ravnest.Job(...)`.")],
     local: Annotated[int | None, typer.Option(min=1, help="Train on this machine, split over N processes.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="[HOST]:PORT", help="Listen there; train on whoever joins with the ticket.")
+    ] = None,
+    min_nodes: Annotated[int | None, typer.Option(min=1, help="With --listen: begin with at least so many.")] = None,
+    wait: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --listen: begin when nobody came for so long; 15s.")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT,...", help="With --listen: how others reach it, for the ticket.")
+    ] = None,
+    ticket_valid: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --listen: how long the ticket is good; 7d.")
+    ] = None,
+    ticket_uses: Annotated[int | None, typer.Option(min=1, help="With --listen: how many may join by it.")] = None,
+    coordinator: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="With --listen: where keys, members and the journal are kept.")
+    ] = None,
+    whole: Annotated[bool | None, typer.Option("--whole", help="Let one node hold the whole model.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates; one batch of the data is one step.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
@@ -72,16 +91,22 @@ def train(
     folder: Folder = None,
     debug: Debug = False,
 ) -> None:
-    """Train the job that a Python file defines.
+    """Train the job that a Python file defines, on this machine or on PCs that join.
 
     Example: `ravnest train job.py --local 4 --steps 1000 --memory 1GB,1GB,2GB,2GB`
+
+    Example: `ravnest train job.py --listen :7700 --min-nodes 5`, and `ravnest join TICKET` on five PCs
 
     Ctrl-C ends after the step that is being fed, and saves.
     """
     from .jobfile import load_job  # torch takes a second to import; --help does not need it
 
+    if listen is not None and local is not None:
+        raise ValueError("give --local or --listen, not both")
     given = {
-        "on": None if local is None else f"local:{local}", "steps": steps, "epochs": epochs, "microbatch": microbatch,
+        "on": listen if local is None else f"local:{local}", "min_nodes": min_nodes,
+        "wait_s": None if wait is None else parse_seconds(wait), "advertise": advertise, "ticket_valid": ticket_valid,
+        "ticket_uses": ticket_uses, "coordinator": coordinator, "whole": whole, "steps": steps, "epochs": epochs, "microbatch": microbatch,
         "accumulate": accumulate, "mode": mode, "max_staleness": max_staleness, "memory": memory, "threads": threads,
         "cores": cores, "speeds": speeds, "recompute": recompute, "autocast": autocast, "compression": compression,
         "validate_every": validate_every, "seed": seed, "folder": folder,

@@ -6,14 +6,10 @@ and at the end `model.safetensors`. This process holds batches and losses, never
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,14 +24,16 @@ from .core.schedule import Rule
 from .crew import Acknowledged, Crew, Reported
 from .data import Batches, pieces
 from .graph import Program, Stage, dump
+from .interrupt import Interrupt
 from .modelfile import gather, write_first_weights
 from .node.orders import Assign
+from .progress import Progress
 from .record import Record, Values
 from .runtime.freight import Freight
 from .runtime.roles import roles
 from .runtime.settings import Settings
 
-__all__ = ["LocalRun", "Progress", "Work"]
+__all__ = ["LocalRun", "Work"]
 
 _START_S = 300.0
 
@@ -56,18 +54,6 @@ class Work:
     patience_s: float = 600.0
 
 
-@dataclass
-class Progress:
-    """Where a run stands: what a display shows."""
-
-    step: int = 0
-    loss: float = math.nan
-    metrics: dict[str, float] = field(default_factory=dict)  # what else the loss function reports
-    validation: dict[str, float] = field(default_factory=dict)
-    samples_per_s: float = 0.0
-    stages: dict[int, StageMetrics] = field(default_factory=dict)
-
-
 class LocalRun:
     """Feeds, follows, saves. `show` is called after every update."""
 
@@ -83,7 +69,7 @@ class LocalRun:
         self._fed = self._acknowledged = self._samples = 0
         self._ready: set[int] = set()
         self._saved: set[int] = set()
-        self._stopping = False
+        self._stop = Interrupt()
         self._began = 0.0
 
     def run(
@@ -101,7 +87,7 @@ class LocalRun:
                 crew.start([dump(s) for s in work.stages], self._assigns())
                 self._until(lambda: len(self._ready) == len(work.stages), _START_S)
                 self._began = time.monotonic()
-                with self._interruptible():
+                with Interrupt() as self._stop:
                     wrong = self._feed_all(batches, steps, validate, validate_every)
                     self._finish(None if wrong else validate)
         finally:
@@ -110,24 +96,6 @@ class LocalRun:
         if wrong is not None:
             wrong.add_note(f"The {len(self.losses)} steps before it are saved in {work.folder / 'model.safetensors'}.")
             raise wrong
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C only asks to stop; the next one has its usual effect."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
-
-        def ask(number: int, frame: object) -> None:
-            self._stopping = True
-            signal.signal(signal.SIGINT, before)
-
-        signal.signal(signal.SIGINT, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def _assigns(self) -> list[Assign]:
         work = self.work
@@ -149,7 +117,7 @@ class LocalRun:
     ) -> Exception | None:
         """Feed until the end; what went wrong with the user's data, if anything did."""
         window = 0
-        while (steps is None or window < steps) and self._record.bad is None and not self._stopping:
+        while (steps is None or window < steps) and self._record.bad is None and not self._stop.asked:
             try:
                 if validate is not None and every and window and window % every == 0:
                     self._evaluate(validate(), step=window, fresh=False)
@@ -199,7 +167,7 @@ class LocalRun:
             leaves = self.work.program.feed(batch)
             for part in pieces(leaves, self._batched, -(-self._size(leaves) // self.work.max_batch)):
                 self._until(lambda: evaluation.num_waiting < self._ahead or self._record.bad is not None)
-                if self._record.bad is not None or (self._stopping and not fresh):
+                if self._record.bad is not None or (self._stop.asked and not fresh):
                     break
                 self._crew.feed(
                     Evaluate(evaluation.first + evaluation.sent, self._size(part), fresh), self._freight, part

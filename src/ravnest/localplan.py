@@ -88,12 +88,14 @@ class LocalPlan:
     samples_per_s: float  # that we expect
     reason: str
 
-    def write(self, path: Path) -> None:
-        content = {
+    def content(self) -> dict[str, object]:
+        return {
             "cuts": self.cuts, "accumulate": self.accumulate, "max_microbatch": self.max_microbatch,
             "samples_per_s": self.samples_per_s, "reason": self.reason, "stages": [asdict(p) for p in self.plans],
         }  # fmt: skip
-        path.write_text(json.dumps(content, indent=1) + "\n")
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.content(), indent=1) + "\n")
 
 
 def plan_local(program: Program, optimizer: Optimizer, correction: Correction, wishes: Wishes) -> LocalPlan:

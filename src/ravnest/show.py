@@ -10,31 +10,26 @@ from rich.progress import BarColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from .api import Run, Show
+from .api import Run
 from .core.config import format_bytes
 from .core.metrics import StageMetrics, bubble
-from .local import Progress
 from .localplan import LocalPlan
+from .progress import Progress, Show
 
 __all__ = ["Lines", "Screen", "plan_table", "show_on", "summary"]
 
 _EVERY_S = 2.0
 
 
-def show_on(console: Console, steps: int | None) -> type[Show]:
+def show_on(console: Console, steps: int | None) -> Show:
     """The display that suits a console."""
-    kind = Screen if console.is_terminal else Lines
-
-    class Chosen(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, plan: LocalPlan) -> None:
-            super().__init__(console, plan, steps)
-
-    return Chosen
+    return Screen(console, steps) if console.is_terminal else Lines(console)
 
 
-def plan_table(plan: LocalPlan) -> Table:
+def plan_table(plan: LocalPlan, cluster: str = "") -> Table:
     expected = f"about {plan.samples_per_s:,.0f} samples/s"
-    table = Table(title=f"the plan: {len(plan.plans)} stages, {plan.accumulate} microbatches a step, {expected}")
+    what = f"cluster {cluster}" if cluster else "the plan"
+    table = Table(title=f"{what}: {len(plan.plans)} stages, {plan.accumulate} microbatches a step, {expected}")
     for name in ("node", "ops", "parameters", "memory", "ms a microbatch", "sends", "in flight", "delay"):
         table.add_column(name, justify="left" if name == "node" else "right")
     for p in plan.plans:
@@ -44,6 +39,12 @@ def plan_table(plan: LocalPlan) -> Table:
             str(p.delay),
         )  # fmt: skip
     return table
+
+
+def invite(console: Console, ticket: str) -> None:
+    """What to send to those who lend their PCs."""
+    console.print("on every PC that should take part:\n", highlight=False)
+    console.print(f"    ravnest join {ticket}\n", highlight=False, markup=False, soft_wrap=True)
 
 
 class _Rates:
@@ -68,10 +69,18 @@ def _line(progress: Progress) -> str:
 class Lines(Show):
     """A line every few seconds, for logs."""
 
-    def __init__(self, console: Console, plan: LocalPlan, steps: int | None) -> None:
+    def __init__(self, console: Console) -> None:
         self._console, self._rates, self._next = console, _Rates(), 0.0
         self._last: Progress | None = None
-        console.print(plan_table(plan))
+
+    def planned(self, plan: LocalPlan, cluster: str = "") -> None:
+        self._console.print(plan_table(plan, cluster))
+
+    def invited(self, ticket: str) -> None:
+        invite(self._console, ticket)
+
+    def told(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, progress: Progress) -> None:
         self._last = progress
@@ -85,6 +94,7 @@ class Lines(Show):
             f"[{i}] {format_bytes(m.memory_bytes)} bubble {bubbles[i]:.1%} staleness {max(m.staleness, default=0)}"
             for i, m in sorted(progress.stages.items())
         )
+        stages += "  ".join(f"[{name}] {words}" for name, words in progress.clusters.items())
         self._console.print(f"{_line(progress)}  {stages}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -95,16 +105,27 @@ class Lines(Show):
 class Screen(Show):
     """A table of the stages that keeps changing, and a bar."""
 
-    def __init__(self, console: Console, plan: LocalPlan, steps: int | None) -> None:
-        console.print(plan_table(plan))
-        self._plan, self._rates = plan, _Rates()
+    def __init__(self, console: Console, steps: int | None) -> None:
+        self._console, self._rates = console, _Rates()
+        self._plan: LocalPlan | None = None
         columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}", TimeRemainingColumn())
         self._bar = Bar(*columns, console=console)
         self._task = self._bar.add_task("training", total=steps)
         self._bubbles: dict[int, float] = {}
         self._next = 0.0
         self._live = Live(self._bar, console=console, refresh_per_second=4)
-        self._live.start()
+
+    def planned(self, plan: LocalPlan, cluster: str = "") -> None:
+        self._plan = plan
+        self._console.print(plan_table(plan, cluster))
+        if not self._live.is_started:
+            self._live.start()
+
+    def invited(self, ticket: str) -> None:
+        invite(self._console, ticket)
+
+    def told(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, progress: Progress) -> None:
         self._bar.update(self._task, completed=progress.step)
@@ -115,6 +136,13 @@ class Screen(Show):
 
     def _stages(self, progress: Progress) -> Table:
         table = Table()
+        if progress.clusters:
+            table.add_column("cluster")
+            table.add_column("")
+            for name, words in progress.clusters.items():
+                table.add_row(name, words)
+            return table
+        assert self._plan is not None
         for name in ("node", "updates", "in flight", "bubble", "staleness", "memory", "sent"):
             table.add_column(name, justify="left" if name == "node" else "right")
         for i, m in sorted(progress.stages.items()):

@@ -334,6 +334,12 @@ class Coordinator:
         if session is not None:
             session.dismiss(f"the requester has removed this node: {reason}", again=False)
 
+    def blame(self, cluster: str, stage: int, reason: str) -> None:
+        """What a stage reported cannot be: its node is at fault."""
+        if (live := self.clusters.get(cluster)) is not None:
+            self.record(NodeBlamed(self.now_s(), live.plan.members[stage], reason))
+            self._end_cluster(cluster, f"{live.plan.members[stage]} is at fault: {reason}", is_lost=True)
+
     def _reported(self, name: str, said: Report) -> None:
         live = self.cluster_of(name)
         if live is None or said.generation != live.generation:

@@ -11,8 +11,8 @@ __all__ = ["format_rate", "format_seconds", "parse_rate", "parse_seconds"]
 
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtT]?)(bits?/s|bps|B/s)\s*")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|min|m|h)\s*")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|min|m|h|d)\s*")
 
 
 def parse_rate(text: str) -> float:
@@ -29,7 +29,7 @@ def parse_seconds(text: str) -> float:
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r} is not a time: write a number and one of us, ms, s, m (minutes) or h, such as 12 ms"
+            f"{text!r} is not a time: write a number and one of us, ms, s, m (minutes), h or d, such as 12 ms"
         )
     return float(match[1]) * _SECONDS[match[2]]
 

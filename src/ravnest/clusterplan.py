@@ -1,0 +1,119 @@
+"""From a fleet's plan to clusters that can begin: their stages as files, and what to expect of them.
+
+The requester's own thread of work: it holds the traced program, which never leaves this machine whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from .coordinator.events import Cluster, Idle
+from .coordinator.requester import Planned, StageFiles
+from .core.control import NodeProfile
+from .core.schedule import Rule, rules
+from .fleetplan import TimedJob
+from .graph import Program, Stage, dump, measure_costs, split
+from .graph.program import DTYPES
+from .localplan import LocalPlan, StagePlan
+from .modelfile import write_first_weights
+from .node.orders import Assign
+from .plan.fleet import ClusterPlan, Fleet, Machine
+from .plan.form import form
+from .runtime.roles import roles
+from .runtime.settings import Settings
+
+__all__ = ["ClusterMaker"]
+
+_HEADER_BYTES = 1 << 20  # of a weights file, beside its tensors
+
+
+class ClusterMaker:
+    """Plans clusters for machines, and makes their stages. Called in one thread at a time."""
+
+    def __init__(
+        self, program: Program, timed: TimedJob, settings: Settings, folder: Path, *, synchronous: bool, whole: bool
+    ) -> None:
+        self._program, self._timed, self._settings, self._folder = program, timed, settings, folder
+        self._synchronous, self._whole = synchronous, whole
+        self.plans: dict[str, LocalPlan] = {}  # by cluster
+
+    def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
+        """The best clusters of these machines, whose speeds are in GFLOP/s."""
+        timed = self._timed
+        fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
+        found = form(timed.task(fleet, whole=self._whole))
+        clusters = tuple(
+            self._cluster(
+                f"c{generation}{_letter(i)}" if len(found.clusters) > 1 else f"c{generation}", generation, plan
+            )
+            for i, plan in enumerate(found.clusters)
+        )
+        idle = [tuple(Idle(one.name, one.reason) for one in group) for group in (found.spares, found.left_out)]
+        return Planned(clusters, idle[0], idle[1], found.reason)
+
+    def _cluster(self, name: str, generation: int, plan: ClusterPlan) -> Cluster:
+        depths = tuple(plan.partition.depths)
+        chosen = rules(
+            depths, self._timed.accumulate, synchronous=self._synchronous, max_staleness=self._timed.max_staleness
+        )
+        self.plans[name] = self._expected(plan, tuple(chosen))
+        return Cluster(
+            id=name, generation=generation, members=plan.members, cuts=tuple(plan.partition.cuts),
+            accumulate=self._timed.accumulate, depths=depths, samples_per_s=plan.samples_per_s, reason=plan.reason,
+        )  # fmt: skip
+
+    def _expected(self, plan: ClusterPlan, chosen: tuple[Rule, ...]) -> LocalPlan:
+        found, timed = plan.partition, self._timed
+        costs = measure_costs(self._program, timed.microbatch)
+        bounds = [0, *found.cuts, len(self._program.ops)]
+        stages = tuple(
+            StagePlan(
+                node=plan.members[i], first_op=first, num_ops=end - first,
+                parameter_bytes=costs.parameter_bytes(first, end), memory_bytes=found.memory[i].total,
+                seconds=found.stage_seconds[i], sends_bytes=timed.chain.forward_bytes[end] if end < bounds[-1] else 0,
+                depth=rule.depth, delay=rule.delay,
+            )
+            for i, ((first, end), rule) in enumerate(zip(pairwise(bounds), chosen, strict=True))
+        )  # fmt: skip
+        return LocalPlan(
+            tuple(split(self._program, found.cuts)), stages, chosen, tuple(found.cuts), timed.accumulate,
+            timed.microbatch, plan.samples_per_s, plan.reason,
+        )  # fmt: skip
+
+    def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
+        """The files of a cluster's stages, root first."""
+        plan = self.plans[cluster.id]
+        given = roles(plan.stages, [rule.delay for rule in plan.rules])
+        return [
+            StageFiles(
+                file=dump(stage),
+                brief=msgspec.msgpack.encode(
+                    Assign(
+                        settings=self._settings, rule=rule, role=role, max_batch=self._timed.microbatch,
+                        threads=profile.threads,
+                    )
+                ),
+                weights=self._first_weights(cluster, stage),
+                max_bytes=_owned_bytes(stage) + _HEADER_BYTES,
+            )
+            for stage, rule, role, profile in zip(plan.stages, plan.rules, given, profiles, strict=True)
+        ]  # fmt: skip
+
+    def _first_weights(self, cluster: Cluster, stage: Stage) -> Path | None:
+        path = self._folder / f".first-{cluster.id}-{stage.index}.safetensors"
+        return path if write_first_weights(self._program, stage, path) else None
+
+
+def _owned_bytes(stage: Stage) -> int:
+    return sum(prod(s.shape) * DTYPES[s.dtype].itemsize for s in stage.state)
+
+
+def _letter(i: int) -> str:
+    """0 -> a, 25 -> z, 26 -> ba, ..."""
+    return (_letter(i // 26) if i >= 26 else "") + "abcdefghijklmnopqrstuvwxyz"[i % 26]

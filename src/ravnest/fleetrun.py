@@ -1,0 +1,463 @@
+"""A training run on whoever joins: feeds batches to the coordinator, follows its clusters, keeps what they made.
+
+Until clusters average their weights, each keeps its own: the run's model is that of the best cluster, by the held-out
+loss where there is one, else by its latest training losses. The run says so.
+
+This thread iterates the user's data and shows progress; the coordinator's loop has a thread of its own (`Serving`).
+What happens there comes here as notes in a queue.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from . import __version__
+from .clusterplan import ClusterMaker
+from .coordinator.coordinator import Coordinator
+from .coordinator.events import CallerRefused, Cluster, Event, LeaseGranted, LeaseSettled, NodeReady, PlanMade
+from .coordinator.requester import Piece, Planned
+from .coordinator.sentences import sentence
+from .coordinator.service import Service, ServiceConfig
+from .coordinator.status import Live
+from .core.control import NodeProfile
+from .core.errors import FrameError, NotFinite, RavnestError
+from .core.metrics import StageMetrics, bubble
+from .core.orders import Evaluated, Lost, Reports, Saved, Updated
+from .data import Batches
+from .graph import Program
+from .interrupt import Interrupt
+from .localplan import LocalPlan
+from .modelfile import gather
+from .plan.fleet import Machine
+from .progress import Progress, Show
+from .record import Record
+from .serving import Serving
+from .supply import Supply
+
+__all__ = ["FleetRun", "FleetWork"]
+
+_PATIENCE_S = 600.0
+_LOOK_S = 0.5
+_LATEST = 20  # windows whose mean loss says how good a cluster is, where nothing is held out
+
+
+@dataclass(frozen=True)
+class FleetWork:
+    """All that a run needs to know."""
+
+    program: Program
+    maker: ClusterMaker
+    supply: Supply
+    service: ServiceConfig
+    folder: Path
+    name: str
+    seed: int
+
+
+# Notes from the coordinator's loop.
+
+
+@dataclass(frozen=True)
+class _Fed:
+    cluster: str
+    window: int
+    batch: int
+    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True)
+class _Reported:
+    cluster: str
+    stage: int
+    report: Reports
+
+
+@dataclass(frozen=True)
+class _Settled:
+    batch: int
+
+
+@dataclass(frozen=True)
+class _Ended:
+    cluster: str
+    reason: str
+    is_lost: bool
+
+
+@dataclass(frozen=True)
+class _Happened:
+    event: Event
+
+
+_Note = _Fed | _Reported | _Settled | _Ended | _Happened
+
+
+class _Desk:
+    """The `Requester` that the coordinator talks to: answers what is asked at once, and notes the rest."""
+
+    def __init__(self, work: FleetWork, notes: queue.SimpleQueue[_Note]) -> None:
+        self._work, self._notes = work, notes
+
+    def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
+        return self._work.maker.plan(machines, generation)
+
+    def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> Any:
+        return self._work.maker.stages(cluster, profiles)
+
+    def available(self) -> int:
+        return self._work.supply.available()
+
+    def pieces(self, batch: int, count: int) -> list[Piece]:
+        return self._work.supply.take(batch, count)
+
+    def fed(self, cluster: str, window: int, batch: int, pieces: Sequence[Piece]) -> None:
+        self._notes.put(_Fed(cluster, window, batch, pieces))
+
+    def settled(self, batch: int) -> None:
+        self._work.supply.settled(batch)
+        self._notes.put(_Settled(batch))
+
+    def reported(self, cluster: str, stage: int, report: Reports) -> None:
+        self._notes.put(_Reported(cluster, stage, report))
+
+    def ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:
+        self._notes.put(_Ended(cluster, reason, is_lost))
+
+    def weights_path(self, cluster: str, stage: int) -> Path:
+        return self._work.folder / f".part-{cluster}-{stage}.safetensors"
+
+
+@dataclass
+class _Training:
+    """A cluster that is there."""
+
+    plan: LocalPlan
+    record: Record
+    samples: dict[int, int] = field(default_factory=dict)  # of windows on their way
+    fed: int = 0
+    done_samples: int = 0
+    began_s: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    validation: float = math.nan
+    saved: set[int] = field(default_factory=set)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.done_samples / max(time.monotonic() - self.began_s, 1e-9) if self.began_s else 0.0
+
+    @property
+    def worth(self) -> float:
+        """The smaller the better."""
+        latest = self.losses[-_LATEST:]
+        found = self.validation if not math.isnan(self.validation) else sum(latest) / max(len(latest), 1)
+        return found if latest and not math.isnan(found) else math.inf
+
+    def words(self) -> str:
+        loss = f"loss {self.losses[-1]:.4f}, " if self.losses else ""
+        idle = [f"{bubble(StageMetrics(), m):.0%}" for _, m in sorted(self.record.stages.items())]
+        return f"{self.record.windows_done} updates, {loss}{self.samples_per_s:.1f} samples/s, bubbles {' '.join(idle)}"
+
+
+class FleetRun:
+    """Feeds, follows, saves."""
+
+    def __init__(self, work: FleetWork, show: Show) -> None:
+        self.work, self.show = work, show
+        self.progress = Progress()
+        self.losses: list[float] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.result: LocalPlan | None = None
+        self.result_stages: dict[int, StageMetrics] = {}
+        self._notes: queue.SimpleQueue[_Note] = queue.SimpleQueue()
+        self._labels = [v.name for v in work.program.outputs]
+        self._clusters: dict[str, _Training] = {}
+        self._settled = self._samples = 0
+        self._bad: tuple[str, int] | None = None
+        self._began = 0.0
+
+    def run(
+        self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
+    ) -> None:
+        """Train for `steps` batches, or until the data end. Ctrl-C ends early and saves; a second one at once."""
+        desk = _Desk(self.work, self._notes)
+
+        def make() -> Service:
+            return Service(
+                self.work.service, desk, run=self.work.name, steps=steps, release=__version__,
+                on_event=lambda event: self._notes.put(_Happened(event)), live=self._live,
+            )  # fmt: skip
+
+        try:
+            with Serving(make) as serving, (self.work.folder / "metrics.jsonl").open("w") as log, Interrupt() as stop:
+                self._serving, self._log, self._stop = serving, log, stop
+                self.show.invited(serving.ticket)
+                wrong = self._feed_all(batches, steps, validate, every)
+                self._finish(None if wrong else validate)
+        finally:
+            for path in self.work.folder.glob(".*.safetensors*"):
+                path.unlink(missing_ok=True)
+        if wrong is not None:
+            wrong.add_note(f"The {self._settled} steps before it are saved in {self._model}.")
+            raise wrong
+        if self._bad is not None:
+            raise NotFinite(
+                f"the loss of cluster {self._bad[0]} is not a finite number in its step {self._bad[1] + 1}: the "
+                f"weights before that step are in {self._model}. Try a smaller learning rate, warm-up or clip_norm, "
+                "and look at that batch"
+            )
+
+    _serving: Serving
+    _log: IO[str]
+    _stop: Interrupt
+
+    @property
+    def _model(self) -> Path:
+        return self.work.folder / "model.safetensors"
+
+    def _live(self) -> Live:
+        """Called in the coordinator's loop: copies first, for this thread may be changing them."""
+        clusters = dict(self._clusters)
+        return Live(
+            metrics={(c, i): m for c, t in clusters.items() for i, m in dict(t.record.stages).items()},
+            losses={c: t.losses[-1] for c, t in clusters.items() if t.losses},
+            samples_per_s={c: t.samples_per_s for c, t in clusters.items()},
+            relay=self._serving.service.coordinator.hub.stats(),
+            wishes=self.work.service.wishes,
+        )
+
+    # feeding
+
+    def _feed_all(
+        self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
+    ) -> Exception | None:
+        """Feed until the end; what went wrong with the user's data, if anything did."""
+        supply = self.work.supply
+        number = 0
+        while (steps is None or number < steps) and not self._is_over():
+            self._until(lambda: supply.has_room or self._is_over())
+            if self._is_over():
+                break
+            try:
+                if validate is not None and every and number and number % every == 0:
+                    self._evaluate(self._leading(), validate(), step=number, fresh=False)
+                batch = batches.next()
+                if batch is None:
+                    break
+                supply.offer(batch)
+            except RavnestError:
+                raise
+            except Exception as error:  # the user's own iterator, or a batch that does not fit
+                return error
+            number += 1
+            self._serving.soon(lambda coordinator: coordinator.more())
+        return None
+
+    def _is_over(self) -> bool:
+        return self._bad is not None or self._stop.asked
+
+    def _leading(self) -> list[str]:
+        """The cluster that has trained the most, if any trains."""
+        training = [c for c, t in self._clusters.items() if t.began_s]
+        return [max(training, key=lambda c: self._clusters[c].record.windows_done)] if training else []
+
+    def _evaluate(self, clusters: Sequence[str], batches: Sequence[Any], *, step: int, fresh: bool) -> None:
+        """Send held-out batches through these clusters."""
+        pieces = self.work.supply.held_out(batches) if clusters else []
+        for cluster in clusters:
+            evaluation = self._clusters[cluster].record.begin_evaluation(step)
+            evaluation.sent, evaluation.is_all_sent = len(pieces), True
+            self._serving.call(
+                partial(Coordinator.evaluate, cluster=cluster, first=evaluation.first, pieces=pieces, fresh=fresh)
+            )
+
+    # following
+
+    def _until(self, is_so: Callable[[], bool], timeout_s: float = math.inf, what: str = "") -> None:
+        """Handle notes until something is so."""
+        until = time.monotonic() + timeout_s
+        while not is_so():
+            if time.monotonic() > until:
+                raise RavnestError(f"{what} took longer than {timeout_s:g} s")
+            try:
+                note = self._notes.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            try:
+                self._handle(note)
+            except FrameError as error:  # a node says what cannot be
+                assert isinstance(note, _Reported)
+                self._blame(note, str(error))
+
+    def _blame(self, note: _Reported, reason: str) -> None:
+        self._serving.soon(lambda coordinator: coordinator.blame(note.cluster, note.stage, reason))
+
+    def _handle(self, note: _Note) -> None:
+        match note:
+            case _Happened(event=event):
+                self._happened(event)
+            case _Settled():
+                self._settled += 1
+            case _Ended(cluster=cluster):
+                self._clusters.pop(cluster, None)
+            case _Fed(cluster=cluster, window=window, pieces=pieces) if cluster in self._clusters:
+                training = self._clusters[cluster]
+                training.fed = window + 1
+                training.samples[window] = sum(piece.samples for piece in pieces if piece.share)
+                for i, piece in enumerate(pieces):
+                    training.record.fed(window * training.record.accumulate + i, piece.share)
+            case _Reported(cluster=cluster, stage=stage, report=report) if cluster in self._clusters:
+                self._reported(cluster, stage, report)
+
+    def _happened(self, event: Event) -> None:
+        if isinstance(event, LeaseGranted | LeaseSettled):
+            return
+        text = sentence(event)
+        if text is not None and not isinstance(event, CallerRefused):
+            self.show.told(text)
+        if isinstance(event, PlanMade):
+            for cluster in event.clusters:
+                plan = self.work.maker.plans[cluster.id]
+                record = Record(self._labels, cluster.accumulate, len(cluster.members))
+                self._clusters[cluster.id] = _Training(plan, record)
+                self.show.planned(plan, cluster.id)
+            self.work.supply.lead = max(4, 2 * len(self._clusters))
+            self._write_plans()
+        elif isinstance(event, NodeReady) and self._serving.call(lambda c: c.state.is_training(event.cluster)):
+            training = self._clusters.get(event.cluster)
+            if training is not None and not training.began_s:
+                training.began_s = time.monotonic()
+                self._began = self._began or training.began_s
+
+    def _reported(self, cluster: str, stage: int, report: Reports) -> None:
+        training = self._clusters[cluster]
+        record = training.record
+        match report:
+            case Lost(microbatch=microbatch, values=values):
+                if record.lost(microbatch, values) and self._bad is None:
+                    self._bad = cluster, microbatch // record.accumulate
+                    self._serving.soon(lambda c: c.end_after(cluster, microbatch // record.accumulate))
+            case Updated(metrics=metrics):
+                if metrics.stage != stage:
+                    raise FrameError(f"stage {stage} calls itself {metrics.stage}")
+                for window, means in record.updated(metrics):
+                    self._window_done(cluster, training, window, means)
+            case Evaluated(number=number, batch=batch, values=values):
+                found = record.evaluated(number, batch, values)
+                if found is not None:
+                    self._evaluated(cluster, training, found)
+            case Saved():
+                training.saved.add(stage)
+
+    def _window_done(self, cluster: str, training: _Training, window: int, means: list[float]) -> None:
+        samples = training.samples.pop(window)
+        training.losses.append(means[0])
+        training.done_samples += samples
+        self._samples += samples
+        self.losses.append(means[0])
+        progress = self.progress
+        progress.step += 1
+        progress.loss, progress.metrics = means[0], dict(zip(self._labels[1:], means[1:], strict=True))
+        progress.samples_per_s = self._samples / max(time.monotonic() - self._began, 1e-9)
+        progress.clusters = {c: t.words() for c, t in self._clusters.items()}
+        self._write({"step": progress.step, "cluster": cluster, "loss": means[0], **progress.metrics,
+                     "seconds": self._seconds(),
+                     "stages": [msgspec.structs.asdict(m) for m in training.record.stages.values()]})  # fmt: skip
+        self.show.update(progress)
+
+    def _evaluated(self, cluster: str, training: _Training, found: dict[str, float]) -> None:
+        training.validation = found[self._labels[0]]
+        self.progress.validation = {name: value for name, value in found.items() if name != "step"}
+        self.evaluations.append(found)
+        self._write({"evaluation": found["step"], "cluster": cluster, **self.progress.validation,
+                     "seconds": self._seconds()})  # fmt: skip
+        self.show.update(self.progress)
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._began, 3)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._log.write(json.dumps(line) + "\n")
+        self._log.flush()
+
+    def _write_plans(self) -> None:
+        content = {c: t.plan.content() for c, t in self._clusters.items()}
+        (self.work.folder / "plan.json").write_text(json.dumps({"clusters": content}, indent=1) + "\n")
+
+    # ending
+
+    def _finish(self, validate: Callable[[], Sequence[Any]] | None) -> None:
+        """Let what was fed come to its end, evaluate every cluster, and gather the weights of the best."""
+        if self._is_over():
+            self.work.supply.close()
+        if not self._began and not self.work.supply.produced:
+            raise RavnestError("no batch was trained, so there is nothing to save")
+        if self._stop.asked and not self._began:
+            raise RavnestError("stopped before any cluster trained: nothing is saved")
+        self._until(self._all_settled)
+        self._serving.call(lambda coordinator: coordinator.end_training())
+        self._until(self._all_updated, _PATIENCE_S, "the last updates")
+        if validate is not None and self._bad is None:
+            trained = [c for c, t in self._clusters.items() if t.losses]
+            self._evaluate(trained, validate(), step=self.progress.step, fresh=True)
+            self._until(self._all_evaluated, _PATIENCE_S, "the last evaluation")
+        self._save()
+
+    def _all_settled(self) -> bool:
+        """Nothing is out that could still be trained; what a cluster stopped for is not."""
+        outstanding = self._serving.call(lambda c: {x: c.state.leases.outstanding_of(x) for x in c.clusters})
+        waiting = self._serving.call(lambda c: c.state.leases.waiting)
+        bad = self._bad[0] if self._bad is not None else None
+        if any(batches for cluster, batches in outstanding.items() if cluster != bad):
+            return False
+        return self._is_over() or (not waiting and self._settled >= self.work.supply.produced)
+
+    def _all_evaluated(self) -> bool:
+        return not any(training.record.is_evaluating for training in self._clusters.values())
+
+    def _all_updated(self) -> bool:
+        def end(cluster: str, training: _Training) -> int:
+            return self._bad[1] if self._bad is not None and self._bad[0] == cluster else training.fed
+
+        return all(
+            training.record.updates_of(stage) >= end(cluster, training)
+            for cluster, training in self._clusters.items()
+            if training.began_s
+            for stage in range(training.record.num_stages)
+        )
+
+    def _save(self) -> None:
+        """The weights of the best cluster that is there."""
+        while self._clusters:
+            best = min(self._clusters, key=lambda c: self._clusters[c].worth)
+            if self._save_cluster(best):
+                return
+        raise RavnestError("every cluster was lost before its weights could be saved: nothing is left of this run")
+
+    def _save_cluster(self, cluster: str) -> bool:
+        training = self._clusters[cluster]
+        if len(self._clusters) > 1:
+            self.show.told(
+                f"the model of this run is that of cluster {cluster}, the best of {len(self._clusters)} "
+                f"(loss {training.worth:.4f}): clusters do not average their weights yet"
+            )
+        self._serving.call(lambda coordinator: coordinator.save(cluster))
+        wanted = training.record.num_stages
+        self._until(
+            lambda: len(training.saved) == wanted or cluster not in self._clusters, _PATIENCE_S, "sending the weights"
+        )
+        if cluster not in self._clusters:
+            return False
+        desk_paths = [self.work.folder / f".part-{cluster}-{i}.safetensors" for i in range(wanted)]
+        gather(self.work.program, training.plan.stages, desk_paths, self._model, self.work.seed)
+        self.result, self.result_stages = training.plan, dict(training.record.stages)
+        return True

@@ -1,0 +1,76 @@
+"""Training on whoever joins: from a job to a coordinator that listens, and back to a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .api import Run, limited, new_folder
+from .clusterplan import ClusterMaker
+from .coordinator.decide import Wishes
+from .coordinator.service import ServiceConfig
+from .core.units import parse_seconds
+from .data import Batches
+from .fleetplan import time_job
+from .fleetrun import FleetRun, FleetWork
+from .graph import trace
+from .profile.line import parse_address
+from .profile.mix import Workload
+from .progress import Show
+from .supply import Supply
+
+if TYPE_CHECKING:
+    from .api import Job
+    from .training import Training
+
+__all__ = ["coordinator_directory", "train_on_fleet"]
+
+_EVERYWHERE = "*"
+
+
+def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
+    """Listen, plan for those who join, train, and keep the best cluster's model."""
+    config = _service(how)
+    batches = Batches(job.data)
+    show.told("tracing the model and timing its operations")
+    program = trace(job.model, job.loss, batches.first)
+    size = job.batch_size(batches.first)
+    microbatch = how.microbatch_of(size)
+    accumulate = -(-size // microbatch)
+    timed = time_job(Workload(program, microbatch), job.optimizer, how, accumulate=accumulate)
+    folder = new_folder(how.folder, job.name)
+    maker = ClusterMaker(
+        program, timed, job.settings(how), folder, synchronous=how.mode == "sync", whole=how.whole
+    )  # fmt: skip
+    supply = Supply(program, batch_size=size, max_batch=microbatch)
+    work = FleetWork(
+        program=program, maker=maker, supply=supply, service=config, folder=folder, name=folder.name, seed=how.seed
+    )  # fmt: skip
+    run = FleetRun(work, show)
+    try:
+        run.run(limited(batches, how.epochs), how.steps, job.validate(how), how.validate_every)
+    finally:
+        show.close()
+    assert run.result is not None
+    return Run(folder, run.result, run.losses, run.evaluations, run.result_stages, run.progress.samples_per_s)
+
+
+def _service(how: Training) -> ServiceConfig:
+    host, port = parse_address(how.on, default_host=_EVERYWHERE)
+    addresses = tuple(parse_address(text) for text in how.advertise.split(",")) if how.advertise else ()
+    return ServiceConfig(
+        directory=Path(how.coordinator) if how.coordinator else coordinator_directory(port),
+        host="" if host in (_EVERYWHERE, "0.0.0.0") else host,
+        port=port,
+        advertise=addresses,
+        ticket_s=parse_seconds(how.ticket_valid),
+        ticket_uses=how.ticket_uses,
+        wishes=Wishes(min_nodes=how.min_nodes, wait_s=how.wait_s, min_stages=1 if how.whole else 2),
+    )
+
+
+def coordinator_directory(port: int) -> Path:
+    """Where a coordinator that listens at this port keeps its files, unless told otherwise."""
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "ravnest" / "coordinators" / str(port)

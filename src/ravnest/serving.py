@@ -1,0 +1,82 @@
+"""A coordinator in a thread of its own, next to the thread that iterates the user's data and shows progress."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from .coordinator.coordinator import Coordinator
+from .coordinator.service import Service
+
+__all__ = ["Serving"]
+
+T = TypeVar("T")
+
+_OPEN_S = 60.0
+_CLOSE_S = 20.0
+
+
+class Serving:
+    """A context: inside it the coordinator listens. `make` is called in the loop's thread."""
+
+    def __init__(self, make: Callable[[], Service]) -> None:
+        self._make = make
+        self._runner = asyncio.Runner()
+        self._opened = threading.Event()
+        self._closing: asyncio.Event | None = None
+        self._error: BaseException | None = None
+        self._reason = "the run has ended"
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+
+    def __enter__(self) -> Serving:
+        self._thread.start()
+        self._opened.wait(_OPEN_S)
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._reason = f"the run has ended: {error or kind}"
+        closing = self._closing
+        if closing is not None:
+            self._loop.call_soon_threadsafe(closing.set)
+        self._thread.join(_CLOSE_S)
+
+    def call(self, work: Callable[[Coordinator], T]) -> T:
+        """Have the loop do something, and wait for it."""
+
+        async def do() -> T:
+            return work(self.service.coordinator)
+
+        return asyncio.run_coroutine_threadsafe(do(), self._loop).result(_OPEN_S)
+
+    def soon(self, work: Callable[[Coordinator], None]) -> None:
+        """Have the loop do something, without waiting."""
+        self._loop.call_soon_threadsafe(work, self.service.coordinator)
+
+    def _run(self) -> None:
+        try:
+            with self._runner:
+                self._runner.run(self._serve())
+        except BaseException as error:  # the supervisor of this thread: whoever opened it must know
+            self._error = error
+        finally:
+            self._opened.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closing = asyncio.Event()
+        self.service = self._make()
+        await self.service.open()
+        self.ticket = self.service.ticket()
+        self._opened.set()
+        try:
+            await self._closing.wait()
+        finally:
+            await self.service.close(self._reason)
