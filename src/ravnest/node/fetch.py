@@ -1,0 +1,69 @@
+"""Files between a node and its coordinator: fetched into the node's own directory, checked while they come.
+
+A file is taken only at the length that was announced, which is bounded before a byte is asked for, and with the digest
+that it is named by. Files go either way a piece at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from pathlib import Path
+
+from ..core.config import format_bytes
+from ..core.control import Blob, Part
+from ..core.errors import LinkError, ProgramError
+from ..graph.limits import Limits
+from .client import Client
+from .talk import Take
+
+__all__ = ["fetch", "fetch_part", "send_weights"]
+
+_MAX_BRIEF_BYTES = 4 * 2**20
+_PIECE_BYTES = 2**18
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+async def fetch_part(client: Client, part: Part, directory: Path, *, max_weights_bytes: int) -> Take:
+    """All files of a part, and the order to be it."""
+    file, brief, weights = directory / "stage", directory / "brief", directory / "weights"
+    await fetch(client, part.file, file, max_bytes=Limits().text_bytes)
+    await fetch(client, part.brief, brief, max_bytes=_MAX_BRIEF_BYTES)
+    if part.weights is not None:
+        await fetch(client, part.weights, weights, max_bytes=max_weights_bytes)
+    return Take(
+        part=part, coordinator=client.address, file=str(file), brief=str(brief),
+        weights="" if part.weights is None else str(weights),
+    )  # fmt: skip
+
+
+async def fetch(client: Client, blob: Blob, path: Path, *, max_bytes: int) -> None:
+    """Whole and as announced, or not at all."""
+    if not _DIGEST.fullmatch(blob.digest):
+        raise ProgramError(f"{blob.digest!r:.80} is not the digest of a file")
+    if not 0 <= blob.num_bytes <= max_bytes:
+        raise ProgramError(f"a file of {blob.num_bytes} bytes was announced, at most {max_bytes} are taken")
+    digest, left_bytes = hashlib.sha256(), blob.num_bytes
+    try:
+        with path.open("wb") as file:
+            async with client.request("GET", f"/v1/blobs/{blob.digest}") as response:
+                async for piece in response.content.iter_chunked(_PIECE_BYTES):
+                    left_bytes -= len(piece)
+                    if left_bytes < 0:
+                        raise ProgramError(f"a file is longer than the {blob.num_bytes} bytes announced")
+                    digest.update(piece)
+                    await asyncio.to_thread(file.write, piece)
+    except OSError as error:
+        raise ProgramError(
+            f"a file of {format_bytes(blob.num_bytes)} cannot be kept in {path.parent}: {error}"
+        ) from error
+    if left_bytes:
+        raise LinkError(f"a file ended {left_bytes} bytes early")
+    if digest.hexdigest() != blob.digest:
+        raise ProgramError("a file is not what was announced: its digest differs")
+
+
+async def send_weights(client: Client, path: Path, generation: int, stage: int) -> None:
+    with path.open("rb") as file:
+        await client.ask("PUT", f"/v1/weights/{generation}/{stage}", data=file)

@@ -1,0 +1,100 @@
+"""Where a node keeps what is its own, between one start and the next: identity, port, log, and files of its part.
+
+.../ravnest/nodes/FINGERPRINT-NAME/
+    lock         held by the agent that runs
+    key.pem certificate.pem authority.pem
+    port         where its door was last
+    worker.log
+    parts/7/     stage, brief and weights of generation 7; gone when the part is
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..core.errors import RavnestError
+
+__all__ = ["Home", "default_directory"]
+
+_FINGERPRINT_LETTERS = 8
+
+
+def default_directory() -> Path:
+    """Where nodes are kept, as this system has it."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
+    else:
+        base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(base) / "ravnest" / "nodes"
+
+
+class Home:
+    """The directory of one node in one run."""
+
+    def __init__(self, nodes: Path, fingerprint: str, name: str) -> None:
+        self.directory = nodes / f"{fingerprint[:_FINGERPRINT_LETTERS]}-{name}"
+        self.log = self.directory / "worker.log"
+        self._parts = self.directory / "parts"
+        self._port = self.directory / "port"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Ours alone; nothing of an earlier part is left in it, before and after."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = (self.directory / "lock").open("a")
+        except OSError as error:
+            raise RavnestError(f"cannot keep anything in {self.directory}: {error}") from error
+        with file:
+            try:
+                _lock(file.fileno())
+            except OSError:
+                raise RavnestError(
+                    f"another agent works in {self.directory}: end it, or give this one another --name"
+                ) from None
+            self._clear()
+            try:
+                yield
+            finally:
+                self._clear()
+
+    @property
+    def port(self) -> int:
+        """Where the door was last; 0 if that is not known."""
+        with contextlib.suppress(OSError, ValueError):
+            port = int(self._port.read_text())
+            return port if 0 < port < 2**16 else 0
+        return 0
+
+    @port.setter
+    def port(self, port: int) -> None:
+        with contextlib.suppress(OSError):  # the next start chooses another one
+            self._port.write_text(f"{port}\n")
+
+    def part(self, generation: int) -> Path:
+        directory = self._parts / str(generation)
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def forget_part(self, generation: int) -> None:
+        shutil.rmtree(self._parts / str(generation), ignore_errors=True)
+
+    def _clear(self) -> None:
+        shutil.rmtree(self._parts, ignore_errors=True)
+
+
+def _lock(fd: int) -> None:
+    """Until the file is closed or the process is gone; `OSError` if somebody has it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,234 @@
+"""One part of one generation in a worker of a fleet: its files are read, its neighbours reached, its stage run.
+
+Nothing in the files is trusted: the stage is checked as every stage file is, within the memory that is lent; what the
+brief says of this machine (threads, core, paths) is replaced by what the machine's owner said. It may be told to stop
+at any moment, and then leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ..core.config import require
+from ..core.control import Part, Peer, Whereabouts
+from ..core.errors import LinkError, ProgramError
+from ..core.messages import Data
+from ..core.orders import Linked, Order, Stop
+from ..graph import Limits, Stage, load
+from ..net.addresses import Address
+from ..net.door import Door
+from ..net.feeding import dial_feed, feed_purpose
+from ..net.identity import Identity
+from ..net.link import Link, LinkConfig
+from ..net.pace import Pace
+from ..net.tunnel import RelayInfo
+from ..net.ways import Here, PeerInfo
+from .orders import Assign
+from .stagework import StageWork, Tell, failure_of
+from .talk import Take
+
+__all__ = ["Lent", "PartRun"]
+
+_REACH_S = 60.0
+_FEED_S = 20.0
+_FLUSH_S = 1.0
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What a worker of a fleet has, whatever its part is."""
+
+    identity: Identity
+    door: Door
+    where: Callable[[], Whereabouts]
+    memory_bytes: int
+    threads: int
+    pace: Pace | None = None
+
+
+class _Stopped(Exception):
+    """It was told to stop before it ran."""
+
+
+class PartRun:
+    """`run` does all of it in the calling thread; `order` and `stop` are for others."""
+
+    def __init__(self, take: Take, lent: Lent, tell: Tell) -> None:
+        self.part: Part = take.part
+        self._take, self._lent, self._tell = take, lent, tell
+        self._dialling = _Dialling()
+        self._lock = threading.Lock()  # around the next three
+        self._early: list[Order] = []
+        self._work: StageWork | None = None
+        self._is_stopped = False
+
+    def run(self) -> None:
+        """Until it is told to stop, or fails; the failure is told."""
+        try:
+            self._run()
+        except _Stopped:
+            pass
+        except Exception as error:  # the supervisor of this part: the coordinator must know why, whatever it was
+            if not self._is_stopped:
+                self._tell(failure_of(error))
+
+    def order(self, order: Order) -> None:
+        with self._lock:
+            self._is_stopped |= isinstance(order, Stop)
+            if self._work is None:
+                self._early.append(order)
+            else:
+                self._work.order(order)
+        if isinstance(order, Stop):
+            self._dialling.stop()
+
+    def stop(self) -> None:
+        self.order(Stop())
+
+    def _run(self) -> None:
+        if self._is_stopped:
+            raise _Stopped
+        assign = self._read_brief()
+        torch.set_num_threads(assign.threads)
+        lent = self._lent
+        limits = Limits(batch=assign.max_batch, state_bytes=lent.memory_bytes, value_bytes=lent.memory_bytes)
+        stage = load(Path(self._take.file).read_bytes(), limits)
+        self._check(stage)
+        before, after = self._connect()
+        try:
+            work = StageWork(stage, assign, limits, before, after, self._tell, lent.pace)
+        except BaseException:
+            before.close()
+            if after is not None:
+                after.close()
+            raise
+        try:
+            self._begin(work)
+            work.run()
+        finally:
+            with self._lock:
+                self._work = None  # its memory goes with it
+            work.close(flush_s=_FLUSH_S if self._is_stopped else 0.0)
+
+    def _read_brief(self) -> Assign:
+        try:
+            assign = msgspec.msgpack.decode(Path(self._take.brief).read_bytes(), type=Assign)
+        except ValueError as error:
+            raise ProgramError(f"how to train this part cannot be read: {error}") from error
+        threads = max(1, min(assign.threads, self._lent.threads))
+        return msgspec.structs.replace(assign, threads=threads, core=-1, weights=self._take.weights)
+
+    def _check(self, stage: Stage) -> None:
+        part = self.part
+        if (stage.index, stage.count) != (part.stage, part.count):
+            raise ProgramError(
+                f"the file is stage {stage.index} of {stage.count}, the part is {part.stage} of {part.count}"
+            )
+        require((part.before is None) == (stage.index == 0), "only the first stage has none before it")
+        require((part.after is None) == (stage.index == stage.count - 1), "only the last stage has none after it")
+
+    def _begin(self, work: StageWork) -> None:
+        """From now on orders go to the stage; those that came before go first."""
+        with self._lock:
+            self._work = work
+            for order in self._early:
+                work.order(order)
+
+    def _connect(self) -> tuple[Link, Link | None]:
+        """Links to both sides, dialled at once."""
+        dialling, part = self._dialling, self.part
+        before, after = part.before, part.after
+        dialling.start("before", self._dial_feed if before is None else lambda: self._reach(before))
+        if after is not None:
+            dialling.start("after", lambda: self._reach(after))
+        links = dialling.wait()
+        return links["before"], links.get("after")
+
+    def _reach(self, peer: Peer) -> Link:
+        info = PeerInfo(
+            name=peer.name,
+            addresses=peer.where.addresses,
+            observed=peer.where.observed,
+            relay=RelayInfo(address=self._take.coordinator, token=peer.relay_token),
+            purpose="stage",
+        )
+        here = self._lent.where()
+        reached = self._lent.door.reach(
+            info, self._link_config(), here=Here(addresses=here.addresses, observed=here.observed), deadline_s=_REACH_S
+        )
+        self._tell(Linked(peer.name, reached.how, reached.reason[:1000], reached.hint[:1000]))
+        return reached.link
+
+    def _dial_feed(self) -> Link:
+        address: Address = self._take.coordinator
+        purpose = feed_purpose(self.part.cluster)
+        return dial_feed(address, self._lent.identity, self._link_config(), purpose=purpose, deadline_s=_FEED_S)
+
+    def _link_config(self) -> LinkConfig:
+        return LinkConfig(headers=Data, generation=self.part.generation)
+
+
+class _Dialling:
+    """Several calls at once, each in a thread of its own. Links that nobody waits for any more are closed."""
+
+    def __init__(self) -> None:
+        self._answers: queue.SimpleQueue[tuple[str, Link | Exception] | None] = queue.SimpleQueue()
+        self._links: dict[str, Link] = {}
+        self._sides: set[str] = set()
+        self._lock = threading.Lock()  # around the next
+        self._is_over = False
+
+    def start(self, side: str, dial: Callable[[], Link]) -> None:
+        self._sides.add(side)
+        threading.Thread(target=self._dial, args=(side, dial), name=f"dial {side}", daemon=True).start()
+
+    def stop(self) -> None:
+        self._answers.put(None)
+
+    def wait(self) -> dict[str, Link]:
+        """All links, or else none: raises the first failure, or `_Stopped`."""
+        try:
+            while len(self._links) < len(self._sides):
+                answer = self._answers.get()  # each call has a deadline of its own
+                if answer is None:
+                    raise _Stopped
+                self._take(*answer)
+            return self._links
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _dial(self, side: str, dial: Callable[[], Link]) -> None:
+        answer: Link | Exception
+        try:
+            answer = dial()
+        except Exception as error:  # told to the thread that waits
+            answer = error
+        with self._lock:
+            if not self._is_over:
+                self._answers.put((side, answer))
+            elif not isinstance(answer, Exception):
+                answer.close()
+
+    def _take(self, side: str, answer: Link | Exception) -> None:
+        if isinstance(answer, LinkError):
+            raise LinkError(f"the stage {side} this one cannot be reached: {answer}") from answer
+        if isinstance(answer, Exception):
+            raise answer
+        self._links[side] = answer
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._is_over = True
+        while not self._answers.empty():
+            if (answer := self._answers.get()) is not None and not isinstance(answer[1], Exception):
+                answer[1].close()
+        for link in self._links.values():
+            link.close()
