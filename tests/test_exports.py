@@ -36,6 +36,7 @@ def test_commands_and_flags() -> None:
     }
     assert flags == {
         "demo": ["--debug", "--folder", "--nodes", "--seed", "--steps"],
+        "join": ["--data-dir", "--debug", "--max-upload", "--memory", "--name", "--port", "--threads", "ticket"],
         "plan": [
             "--accumulate", "--compression", "--debug", "--json", "--max-staleness", "--microbatch", "--nodes",
             "--recompute", "--seed", "--simulate", "--spares", "--trace", "--whole", "job",

@@ -186,6 +186,34 @@ def plan(
     plan_command(asked)
 
 
+@app.command()
+def join(
+    ticket: Annotated[str, typer.Argument(help="What `ravnest train --listen` printed: rav1-...")],
+    name: Annotated[str | None, typer.Option(help="What to call this PC; by default its host name.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Lend no more memory than this, such as 4GB.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Lend so many processor cores.")] = None,
+    max_upload: Annotated[str | None, typer.Option(help="Send no faster than this, such as 10 Mbit/s.")] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where peers come in; by default any free one, the same next time.")
+    ] = 0,
+    data_dir: Annotated[Path | None, typer.Option(help="Where to keep this node's key and files.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Lend this PC to a run: it measures itself, joins, works, and reconnects for ever.
+
+    None of the requester's code runs here, only checked arithmetic. Ctrl-C leaves in good order, a second one at once.
+
+    Example: `ravnest join rav1-... --name attic --memory 4GB --max-upload "10 Mbit/s"`
+    """
+    from .joincommand import Asked
+    from .joincommand import join as join_run
+
+    asked = Asked(
+        ticket=ticket, name=name, memory=memory, threads=threads, max_upload=max_upload, port=port, data_dir=data_dir
+    )
+    sys.exit(join_run(asked))
+
+
 @app.command("testbed")
 def run_testbed(
     topology: Annotated[Path | None, typer.Argument(help="A TOML file; `examples/home.toml` shows how.")] = None,
