@@ -37,6 +37,7 @@ def test_commands_and_flags() -> None:
     assert flags == {
         "demo": ["--debug", "--folder", "--nodes", "--seed", "--steps"],
         "join": ["--data-dir", "--debug", "--max-upload", "--memory", "--name", "--port", "--threads", "ticket"],
+        "kick": ["--debug", "--reason", "--run", "node"],
         "plan": [
             "--accumulate", "--compression", "--debug", "--json", "--max-staleness", "--microbatch", "--nodes",
             "--recompute", "--seed", "--simulate", "--spares", "--trace", "--whole", "job",
@@ -44,9 +45,11 @@ def test_commands_and_flags() -> None:
         "profile": [
             "--debug", "--json", "--max-upload", "--memory", "--name", "--peer", "--serve", "--threads", "job",
         ],
+        "status": ["--debug", "--json", "--watch", "what"],
         "testbed": [
             "--check", "--clean", "--cut", "--debug", "--duration", "--host", "--kill", "--stop", "command", "topology",
         ],
+        "ticket": ["--debug", "--run", "--uses", "--valid"],
         "train": [
             "--accumulate", "--advertise", "--autocast", "--compression", "--coordinator", "--cores", "--debug",
             "--epochs", "--folder", "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes",

@@ -106,7 +106,8 @@ def train(
     given = {
         "on": listen if local is None else f"local:{local}", "min_nodes": min_nodes,
         "wait_s": None if wait is None else parse_seconds(wait), "advertise": advertise, "ticket_valid": ticket_valid,
-        "ticket_uses": ticket_uses, "coordinator": coordinator, "whole": whole, "steps": steps, "epochs": epochs, "microbatch": microbatch,
+        "ticket_uses": ticket_uses, "coordinator": coordinator, "whole": whole,
+        "steps": steps, "epochs": epochs, "microbatch": microbatch,
         "accumulate": accumulate, "mode": mode, "max_staleness": max_staleness, "memory": memory, "threads": threads,
         "cores": cores, "speeds": speeds, "recompute": recompute, "autocast": autocast, "compression": compression,
         "validate_every": validate_every, "seed": seed, "folder": folder,
@@ -253,6 +254,60 @@ def run_testbed(
             cut=tuple(cut or ()), stop=tuple(stop or ()), kill=tuple(kill or ()),
         )  # fmt: skip
         sys.exit(asking.run(asked))
+
+
+What = Annotated[
+    str | None,
+    typer.Argument(metavar="[TICKET|FOLDER]", help="A ticket, or the folder of a run; by default the one that runs."),
+]
+
+
+@app.command()
+def status(
+    what: What = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run that trains on PCs that joined: nodes, clusters, stages, links, what happened and why.
+
+    Example: `ravnest status rav1-... --watch`
+    """
+    from .statuscommand import show_status
+
+    show_status(what, watch=watch, as_json=as_json)
+
+
+@app.command()
+def kick(
+    node: Annotated[str, typer.Argument(help="The node's name, as `ravnest status` shows it.")],
+    run: Annotated[Path | None, typer.Option(help="The folder of the run; by default the one that runs.")] = None,
+    reason: Annotated[str, typer.Option(help="What to tell its owner.")] = "no reason was given",
+    debug: Debug = False,
+) -> None:
+    """Remove a node from a run for good. Only where the coordinator keeps its files.
+
+    Example: `ravnest kick attic --reason "its results are wrong"`
+    """
+    from .statuscommand import kick as remove
+
+    remove(node, None if run is None else str(run), reason)
+
+
+@app.command()
+def ticket(
+    run: Annotated[Path | None, typer.Option(help="The folder of the run; by default the one that runs.")] = None,
+    valid: Annotated[str, typer.Option(metavar="TIME", help="How long it is good.")] = "7d",
+    uses: Annotated[int | None, typer.Option(min=1, help="How many PCs may join by it.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Print one more ticket for a run that listens.
+
+    Example: `ravnest ticket --valid 2h --uses 1`
+    """
+    from .statuscommand import new_ticket
+
+    new_ticket(None if run is None else str(run), parse_seconds(valid), uses)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +17,14 @@ from .graph import trace
 from .profile.line import parse_address
 from .profile.mix import Workload
 from .progress import Show
+from .reaching import coordinators_directory
 from .supply import Supply
 
 if TYPE_CHECKING:
     from .api import Job
     from .training import Training
 
-__all__ = ["coordinator_directory", "train_on_fleet"]
+__all__ = ["train_on_fleet"]
 
 _EVERYWHERE = "*"
 
@@ -40,6 +40,7 @@ def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
     accumulate = -(-size // microbatch)
     timed = time_job(Workload(program, microbatch), job.optimizer, how, accumulate=accumulate)
     folder = new_folder(how.folder, job.name)
+    (folder / "coordinator.txt").write_text(f"{config.directory.resolve()}\n")  # for `ravnest status FOLDER`
     maker = ClusterMaker(
         program, timed, job.settings(how), folder, synchronous=how.mode == "sync", whole=how.whole
     )  # fmt: skip
@@ -60,7 +61,7 @@ def _service(how: Training) -> ServiceConfig:
     host, port = parse_address(how.on, default_host=_EVERYWHERE)
     addresses = tuple(parse_address(text) for text in how.advertise.split(",")) if how.advertise else ()
     return ServiceConfig(
-        directory=Path(how.coordinator) if how.coordinator else coordinator_directory(port),
+        directory=Path(how.coordinator) if how.coordinator else coordinators_directory() / str(port),
         host="" if host in (_EVERYWHERE, "0.0.0.0") else host,
         port=port,
         advertise=addresses,
@@ -68,9 +69,3 @@ def _service(how: Training) -> ServiceConfig:
         ticket_uses=how.ticket_uses,
         wishes=Wishes(min_nodes=how.min_nodes, wait_s=how.wait_s, min_stages=1 if how.whole else 2),
     )
-
-
-def coordinator_directory(port: int) -> Path:
-    """Where a coordinator that listens at this port keeps its files, unless told otherwise."""
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "ravnest" / "coordinators" / str(port)

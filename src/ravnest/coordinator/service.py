@@ -123,6 +123,9 @@ class Service:
     async def close(self, reason: str) -> None:
         """End all conversations and stop listening."""
         coordinator = self.coordinator
+        coordinator.is_ending = True
+        for cluster in list(coordinator.clusters):
+            coordinator.end_cluster(cluster, reason)
         coordinator.record(RunEnded(coordinator.now_s(), reason))
         for task in self._tasks:
             task.cancel()

@@ -22,7 +22,7 @@ from ..net.identity import Identity, fingerprint, make_key, make_request, save_i
 from ..net.ticket import Ticket
 from .client import Client, Refused, blind_context, pinned_context
 
-__all__ = ["Applicant", "NotTheCoordinator", "enrol", "known_identity"]
+__all__ = ["Applicant", "NotTheCoordinator", "enrol", "known_identity", "look_at_authority"]
 
 
 class NotTheCoordinator(IdentityError):
@@ -61,7 +61,7 @@ def known_identity(ticket: Ticket, directory: Path, *, now: datetime | None = No
 
 async def enrol(applicant: Applicant, address: Address) -> Identity:
     """A new identity from the coordinator at `address`."""
-    authority = await _look_at_authority(applicant.ticket, address)
+    authority = await look_at_authority(applicant.ticket, address)
     key = make_key()
     asked = {
         "token": applicant.ticket.token,
@@ -78,7 +78,7 @@ async def enrol(applicant: Applicant, address: Address) -> Identity:
         raise IdentityError(f"the coordinator's answer to the ticket cannot be read: {error}") from error
 
 
-async def _look_at_authority(ticket: Ticket, address: Address) -> bytes:
+async def look_at_authority(ticket: Ticket, address: Address) -> bytes:
     shown, found = b"", "none"
     async with Client(address, blind_context()) as client:
         with contextlib.suppress(Refused, IdentityError):  # some other server, with some other page or none
