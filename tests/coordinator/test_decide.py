@@ -108,12 +108,14 @@ def test_a_plan_is_asked_for_nodes_that_can_be_had(
 
 
 @settings(deadline=None)
-@given(numbers, wishes, st.floats(0, 400), st.floats(0, 1, exclude_max=True))
+@given(numbers, wishes, st.floats(0, 400), st.floats(0, 1, exclude_max=True), st.booleans())
 def test_nothing_changes_before_the_next_look(
-    moves: list[tuple[int, int]], wished: Wishes, later_s: float, part: float
+    moves: list[tuple[int, int]], wished: Wishes, later_s: float, part: float, is_heard: bool
 ) -> None:
     events = history(moves)
     state, now_s = state_of(events), events[-1].at_s + later_s
+    if is_heard:
+        keep_alive(state, now_s)
     look_s = next_look_s(state, now_s, wished)
     assert now_s < look_s <= now_s + wished.beat_s
     between_s = now_s + part * (look_s - now_s)
@@ -144,10 +146,12 @@ def test_after_a_restart_everybody_has_time_to_be_heard() -> None:
 def test_a_cluster_that_does_not_get_ready_ends_and_the_late_are_blamed() -> None:
     state = two(planned(40.0, cluster(1, "attic", "barn")), on.NodeReady(50.0, "c1", "attic"))
     assert at(state, 159.9) == []
+    assert next_look_s(state, 159.9, WISHES) == 160.0
     assert at(state, 160.0) == [EndCluster("c1", "barn is not ready after 120 s", ("barn",))]
     carry_out(state, at(state, 160.0)[0], 160.0)
     assert state.free_nodes(161.0) == ("attic",)
     assert at(state, 459.9) == []
+    assert next_look_s(state, 459.9, WISHES) == 460.0
     assert at(state, 460.0)[0] == MakePlan(("attic", "barn"), "2 nodes are free, and nobody came for 15 s")
 
 

@@ -142,12 +142,17 @@ def test_garbage_is_no_error(garbage: bytes) -> None:
         assert replay(path)[0] == State()
 
 
-def test_a_record_that_cannot_follow_is_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("event", "why"), [
+    (on.LeaseGranted(5.0, "c1", 77), "batch 77 is granted before batch 1"),
+    (planned(5.0, cluster(2, "attic", "barn"), generation=2), "attic is planned twice"),
+    (planned(5.0, cluster(3, "nobody"), generation=2), "nobody"),
+])  # fmt: skip
+def test_a_record_that_cannot_follow_is_cut_off(tmp_path: Path, event: Event, why: str) -> None:
     path = tmp_path / "journal"
-    write(path, [*EVENTS, on.LeaseGranted(5.0, "c1", 77), note(1)])
+    write(path, [*EVENTS, event, note(1)])
     state, problems = replay(path)
     assert state == state_of(EVENTS)
-    assert "batch 77 is granted before batch 1" in problems[0]
+    assert why in problems[0]
     assert replay(path) == (state, [])
 
 

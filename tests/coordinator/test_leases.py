@@ -160,6 +160,17 @@ def test_a_batch_that_two_clusters_train_is_settled_once_and_repeated_once() -> 
     assert leases.counts == Counts(granted=2, settled=1, repeated=1)
 
 
+def test_a_batch_that_a_cluster_gave_back_and_got_again_is_settled_once() -> None:
+    leases = Leases()
+    for _ in range(2):
+        leases.note_granted("a", 0)
+        leases.give_back("a", 0)
+    leases.note_granted("a", 0)
+    assert leases.settle("a", 0) == "settled"
+    assert leases.settle("a", 0) == "ignored"
+    assert leases.counts == Counts(granted=3, settled=1, returned=2)
+
+
 def test_a_cluster_that_ended_settles_nothing() -> None:
     leases = Leases()
     leases.note_granted("a", 0)
