@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from ravnest.core.control import Moved, Report, Tell, Whereabouts
 from ravnest.core.orders import EndAfter, Failed, Linked, Lost, Ready, Save, Saved, Stop, Updated
 from ravnest.net.stream import StreamLink
-from ravnest.node.talk import Free, Freed, Measured, Opened, Unable
+from ravnest.node.talk import Free, Freed, Opened, Unable
 from tests.net.kinds import Members
-from tests.node.fleet import PROFILE, Feeder, Job, Worker, acknowledged, ending, feed
+from tests.node.fleet import Feeder, Job, Worker, acknowledged, ending, feed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -39,7 +39,6 @@ class Pair:
         self.workers = [Worker(members[name], self.feeder.address) for name in ("anna", "bert")]
         self.wheres: list[Whereabouts] = []
         for worker in self.workers:
-            assert worker.hear(Measured).profile == PROFILE
             port = worker.hear(Opened).port
             self.wheres.append(worker.hear(Moved).where)
             assert self.wheres[-1].addresses[0][1] == port

@@ -1,6 +1,6 @@
 """The agent of a node: a small process that joins a run, keeps a worker, and makes of it what the coordinator wants.
 
-    ticket -> identity -> worker measures, opens its door -> Hello -> Desired, Desired, ...
+    ticket -> identity -> profile -> worker with an open door -> Hello -> Desired, Desired, ...
 
 The conversation with the coordinator may break at any moment and is begun again for ever; the worker and its links
 live on meanwhile. The worker may die at any moment and is started again. The agent itself never imports torch.
@@ -26,6 +26,7 @@ from .enrol import Applicant, NotTheCoordinator, enrol, known_identity
 from .home import Home
 from .keeper import Keeper
 from .line import with_line
+from .measure import measure_pc
 from .say import Speaker, joined
 from .session import Outbox, SentAway, converse
 from .talk import Begin, Freed, Opened, Unable
@@ -49,6 +50,7 @@ class AgentConfig:
     memory_bytes: int | None = None
     threads: int | None = None
     max_upload_bytes_per_s: float | None = None
+    profile: NodeProfile | None = None  # None: this PC is measured first
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 2**16, f"{self.port} is not a port: it is 1 to 65535, or 0 for any")
@@ -68,7 +70,8 @@ class Agent:
         self._leaving = asyncio.Event()
         self._unable: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._name = config.name
-        self._profile: NodeProfile | None = None  # with the line
+        self._profile: NodeProfile | None = None
+        self._is_line_measured = False
         self._is_welcome = False
 
     async def run(self) -> None:
@@ -104,9 +107,11 @@ class Agent:
         identity = await self._enrol()
         self._name, self._context = identity.name, member_context(identity)
         self._speaker.say("measuring this PC")
+        measured = config.profile or await measure_pc(config.memory_bytes, config.threads)
+        self._profile, self._convergence.max_weights_bytes = measured, measured.memory_bytes
         begin = Begin(
-            identity=str(identity.directory), coordinator=self._addresses[0], port=config.port or config.home.port,
-            is_port_asked=config.port != 0, memory_bytes=config.memory_bytes, threads=config.threads,
+            identity=str(identity.directory), coordinator=self._addresses[0], profile=measured,
+            port=config.port or config.home.port, is_port_asked=config.port != 0,
             max_upload_bytes_per_s=config.max_upload_bytes_per_s,
         )  # fmt: skip
         self._keeper.start(begin)
@@ -166,10 +171,11 @@ class Agent:
 
     async def _converse(self, client: Client) -> None:
         keeper = self._keeper
-        assert keeper.profile is not None, "a worker measures before it opens its door"
-        if self._profile is None:
+        assert self._profile is not None, "this PC was measured before"
+        if not self._is_line_measured:
             self._speaker.say("measuring the line to the coordinator")
-            self._profile = await with_line(keeper.profile, client, self._config.max_upload_bytes_per_s)
+            self._profile = await with_line(self._profile, client, self._config.max_upload_bytes_per_s)
+            self._is_line_measured = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SEEN_S):
                     await keeper.is_seen.wait()
@@ -194,8 +200,6 @@ class Agent:
         match said:
             case Opened(port=port):
                 self._config.home.port = port
-                assert self._keeper.profile is not None, "a worker measures before it opens its door"
-                self._convergence.max_weights_bytes = self._keeper.profile.memory_bytes
             case Moved():
                 if self._is_welcome:  # else a hello says it
                     self._outbox.put(said)
@@ -221,7 +225,6 @@ class Agent:
         return Client(self._addresses[0], self._context)
 
     async def _wait(self, backoff: Backoff, why: str) -> None:
-        wait_s = backoff.next_s()
         goes_on = "; training goes on" if self._convergence.holding else ""
-        self._speaker.say(f"{why}: trying again in {wait_s:.1f} s{goes_on}")
-        await asyncio.sleep(wait_s)
+        self._speaker.say(f"{why}: trying again, ever more slowly{goes_on}")
+        await asyncio.sleep(backoff.next_s())

@@ -5,8 +5,8 @@ What goes wrong on the way is a `LinkError`; what the coordinator itself refuses
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import os
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -119,11 +119,17 @@ class Client:
         try:
             yield
         except TimeoutError as error:
-            raise LinkTimeout(f"the coordinator at {where} does not answer") from error
+            raise LinkTimeout(f"the coordinator at {where} does not answer: no word in time") from error
         except aiohttp.ClientConnectorCertificateError as error:
             raise LinkError(f"at {where} is somebody else than the coordinator of this ticket") from error
-        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            raise LinkClosed(f"the coordinator at {where} cannot be reached: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise LinkClosed(f"the coordinator at {where} does not answer: {_words(error)}") from error
+
+
+def _words(error: Exception) -> str:
+    """What went wrong, without aiohttp's own words over it."""
+    number = getattr(error, "errno", None)
+    return os.strerror(number) if isinstance(number, int) and number > 0 else str(error) or type(error).__name__
 
 
 async def _short(response: aiohttp.ClientResponse) -> bytes:

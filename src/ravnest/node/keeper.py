@@ -1,7 +1,4 @@
-"""Keeps a worker for an agent: starts it, starts another when it dies, and remembers what it found out.
-
-The next worker has the same door, at the same port, and need not measure again.
-"""
+"""Keeps a worker for an agent: starts it, and starts another when it dies, whose door is at the same port."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.control import Moved, NodeProfile, Report, Whereabouts
+from ..core.control import Moved, Report, Whereabouts
 from .backoff import Backoff
 from .supervise import WorkerProcess
-from .talk import Begin, Freed, FromAgent, FromWorker, Measured, Opened, Unable
+from .talk import Begin, Freed, FromAgent, FromWorker, Opened, Unable
 
 __all__ = ["Keeper"]
 
@@ -38,7 +35,6 @@ class Keeper:
         self._worker: WorkerProcess | None = None
         self._backoff = Backoff()
         self._restarting: asyncio.TimerHandle | None = None
-        self.profile: NodeProfile | None = None
         self.where = Whereabouts()
         self.is_ready, self.is_seen = asyncio.Event(), asyncio.Event()
 
@@ -67,10 +63,6 @@ class Keeper:
     def _said(self, said: FromWorker) -> None:
         assert self._begin is not None, "nobody speaks before it was started"
         match said:
-            case Measured(profile=profile):
-                self.profile = profile
-                self._begin = msgspec.structs.replace(self._begin, profile=profile)
-                return
             case Opened(port=port):
                 self._begin = msgspec.structs.replace(self._begin, port=port)
             case Moved(where=where):

@@ -34,7 +34,7 @@ class Speaker:
 
     def desired(self, part: Part | None, reason: str) -> None:
         self._part, self._since = part, None
-        self.say(f"free: {reason}" if part is None else f"{stage_of(part)}: loading ({reason})")
+        self.say(f"free: {reason}" if part is None else f"{stage_of(part)}: loading")
 
     def reported(self, report: Report) -> None:
         """What the worker says of its part, as far as its owner wants to know."""

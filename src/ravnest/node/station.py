@@ -2,7 +2,7 @@
 
     python -m ravnest.node.station --control 5
 
-It measures the machine and opens the node's door once. A part that fails, whatever the reason, is told to the agent,
+It opens the node's door once. A part that fails, whatever the reason, is told to the agent,
 and the worker is free for the next; the door stays open all the while.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.control import Moved, NodeProfile, Report, Tell, Whereabouts
+from ..core.control import Moved, Report, Tell, Whereabouts
 from ..core.errors import LinkError, RavnestError
 from ..core.orders import Stop
 from ..net.door import Door
@@ -32,10 +32,9 @@ from ..net.pace import Pace
 from ..net.pump import Pump, PumpConfig
 from ..net.stream import StreamLink
 from ..net.unix import unix_link
-from ..profile.machine import Offer, measure_machine
 from .allocator import give_back_memory
 from .partrun import Lent, PartRun
-from .talk import Begin, Free, Freed, FromAgent, Measured, Opened, Take, Unable
+from .talk import Begin, Free, Freed, FromAgent, Opened, Take, Unable
 from .whereabouts import Lookout
 from .worker import begin_process
 
@@ -70,8 +69,7 @@ class Station:
         self._pump.close(flush_s=2.0)
 
     def _work(self) -> None:
-        profile = self._profile()
-        self._tell(Measured(profile))
+        profile = self._begin.profile
         with self._open_door() as door:
             lookout = Lookout(door, self._begin.coordinator, self._moved)
             limit = self._begin.max_upload_bytes_per_s
@@ -89,17 +87,6 @@ class Station:
             while (run := self._todo.get()) is not None:
                 self._be(run)
             lookout.close()
-
-    def _profile(self) -> NodeProfile:
-        begin = self._begin
-        if begin.profile is not None:
-            return begin.profile
-        limit = begin.max_upload_bytes_per_s
-        offer = Offer(memory_bytes=begin.memory_bytes, threads=begin.threads, max_upload_bytes_per_s=limit)
-        found = measure_machine(offer, name=self._identity.name)
-        return NodeProfile(
-            memory_bytes=found.memory_bytes, gflops=found.gflops, threads=found.threads, device=found.device
-        )
 
     def _open_door(self) -> Door:
         """At the port that this node had before, if it is free; for IPv6 and IPv4, where there are both."""

@@ -110,4 +110,5 @@ def _spawn(control: socket.socket, log: Path) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is for the agent alone
         )

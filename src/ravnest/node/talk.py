@@ -1,8 +1,8 @@
 """What an agent and its worker process say to each other: frozen tagged structs over a socket pair.
 
-The agent says `Begin` first. The worker measures (`Measured`), opens its door (`Opened`) and says where it is seen
-(`control.Moved`). Then it takes parts and gives them back, one at a time: `Take`, orders for it (`control.Tell`),
-`Report`s of it, and `Freed` when nothing of it is left, whatever the reason.
+The agent says `Begin` first. The worker opens its door (`Opened`) and says where that is seen (`control.Moved`). Then
+it takes parts and gives them back, one at a time: `Take`, orders for it (`control.Tell`), `Report`s of it, and `Freed`
+when nothing of it is left, whatever the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from ..core.control import Moved, NodeProfile, Part, Report, Tell
 from ..core.orders import Stop
 
-__all__ = ["Begin", "Free", "Freed", "FromAgent", "FromWorker", "Measured", "Opened", "Take", "Unable"]
+__all__ = ["Begin", "Free", "Freed", "FromAgent", "FromWorker", "Opened", "Take", "Unable"]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
@@ -20,16 +20,14 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Begin(_Message, frozen=True, kw_only=True):
-    """This is who you are (the directory of your identity), what is lent, and where the coordinator is."""
+    """This is who you are (the directory of your identity), what you have, and where the coordinator is."""
 
     identity: str
     coordinator: tuple[str, int]
+    profile: NodeProfile
     port: int = 0
     is_port_asked: bool = False  # by the owner; else another one is as good when it is taken
-    memory_bytes: int | None = None
-    threads: int | None = None
     max_upload_bytes_per_s: float | None = None
-    profile: NodeProfile | None = None  # as measured before
 
 
 class Take(_Message, frozen=True, kw_only=True):
@@ -46,12 +44,6 @@ class Free(_Message, frozen=True):
     """Be free, if you hold the part of this generation."""
 
     generation: int
-
-
-class Measured(_Message, frozen=True):
-    """What this machine lends; its line is not measured."""
-
-    profile: NodeProfile
 
 
 class Opened(_Message, frozen=True):
@@ -73,4 +65,4 @@ class Unable(_Message, frozen=True):
 
 
 FromAgent = Begin | Take | Free | Tell | Stop
-FromWorker = Measured | Opened | Moved | Report | Freed | Unable
+FromWorker = Opened | Moved | Report | Freed | Unable
