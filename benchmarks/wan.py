@@ -38,9 +38,9 @@ def main() -> None:
 
 def measure(report: Report, *, quick: bool) -> None:
     with Testbed(topology()) as bed:
-        found = rivals(bed, ("1F1B",) if quick else ("1F1B", "GPipe"), steps=1 if quick else 4)
+        found = rivals(bed, ("1F1B",) if quick else ("1F1B", "GPipe"), steps=1 if quick else 3)
     with Testbed(topology()) as bed, tempfile.TemporaryDirectory(prefix="ravnest-bench-") as folder:
-        ours = wan_ours.train(bed, Path(folder), steps=8 if quick else 20)
+        ours = wan_ours.train(bed, Path(folder), steps=6 if quick else 16)
     compute_s = [stage["compute_s"] for stage in found]
     most = bound(compute_s)
     rates = {f"torch {name}, gloo": rate for name, rate in found[0]["samples_per_s"].items()}

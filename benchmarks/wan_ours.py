@@ -19,7 +19,8 @@ from ravnest.testbed import Process, Testbed
 
 PORT = 7700
 WARM_UP = 3  # updates that do not count
-MEMORY = "505MB"  # of each PC: less than two PCs together would need to hold the model, enough for four
+# The first stages have more microbatches in flight. No two pairs of these PCs could hold the model: it takes all four.
+MEMORY = ("535MB", "510MB", "485MB", "440MB")
 PATIENCE_S = 120.0
 _RAVNEST = (sys.executable, "-m", "ravnest")
 _JOB = Path(__file__).with_name("wan_job.py")
@@ -36,10 +37,11 @@ class Ours:
 def train(bed: Testbed, folder: Path, steps: int) -> Ours:
     """Have the requester's job trained by those who join."""
     run = folder / "run"
-    command = [*_RAVNEST, "train", str(_JOB), "--listen", f"0.0.0.0:{PORT}", "--min-nodes", str(STAGES)]
-    training = _start(bed, REQUESTER, [*command, "--steps", str(steps), "--folder", str(run)], folder)
+    command = [*_RAVNEST, "train", str(_JOB), "--listen", f"0.0.0.0:{PORT}", "--min-nodes", str(STAGES), "--wait", "1s"]
+    command += ["--steps", str(steps), "--folder", str(run), "--coordinator", str(folder / "coordinator")]
+    training = _start(bed, REQUESTER, command, folder)
     ticket = _ticket(training, folder)
-    joined = [_join(bed, host, ticket, folder) for host in HOSTS]
+    joined = [_join(bed, host, memory, ticket, folder) for host, memory in zip(HOSTS, MEMORY, strict=True)]
     try:
         if training.wait(PATIENCE_S + 2 * steps) != 0:
             raise RuntimeError(
@@ -66,8 +68,8 @@ def account(lines: Sequence[dict[str, Any]]) -> Ours:
     return Ours(samples / (last["seconds"] - first["seconds"]), tuple(bubbles))
 
 
-def _join(bed: Testbed, host: str, ticket: str, folder: Path) -> Process:
-    options = ["--name", host, "--memory", MEMORY, "--threads", "1", "--data-dir", str(folder / f"{host}-data")]
+def _join(bed: Testbed, host: str, memory: str, ticket: str, folder: Path) -> Process:
+    options = ["--name", host, "--memory", memory, "--threads", "1", "--data-dir", str(folder / f"{host}-data")]
     return _start(bed, host, [*_RAVNEST, "join", ticket, *options], folder)
 
 
@@ -84,7 +86,7 @@ def _ticket(training: Process, folder: Path) -> str:
             if word.startswith("rav1-"):
                 return word
         time.sleep(0.1)
-    raise RuntimeError(f"the requester printed no ticket: {_said(folder, REQUESTER)[-1500:]}")
+    raise RuntimeError(f"the requester printed no ticket (code {training.poll()}): {_said(folder, REQUESTER)[-1500:]}")
 
 
 def _said(folder: Path, host: str) -> str:
