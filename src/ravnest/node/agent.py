@@ -9,7 +9,6 @@ live on meanwhile. The worker may die at any moment and is started again. The ag
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 
 from ..core.config import config, require
@@ -174,11 +173,9 @@ class Agent:
         assert self._profile is not None, "this PC was measured before"
         if not self._is_line_measured:
             self._speaker.say("measuring the line to the coordinator")
-            self._profile = await with_line(self._profile, client, self._config.max_upload_bytes_per_s)
-            self._is_line_measured = True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SEEN_S):
-                    await keeper.is_seen.wait()
+            line = with_line(self._profile, client, self._config.max_upload_bytes_per_s)
+            found, _ = await asyncio.gather(line, keeper.wait_seen(_SEEN_S))
+            self._profile, self._is_line_measured = found, True
         hello = Hello(
             release=self._config.release, profile=self._profile, where=keeper.where, holding=self._convergence.holding
         )

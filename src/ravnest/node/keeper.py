@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _END_S = 2.5
 class Keeper:
     """Lives in the agent's loop. What the worker says of parts goes to `heard`, its death to `lost`.
 
-    `is_ready` is set while there is a worker with an open door, `is_seen` once the coordinator has seen the door.
+    `is_ready` is set while there is a worker with an open door.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Keeper:
         self._backoff = Backoff()
         self._restarting: asyncio.TimerHandle | None = None
         self.where = Whereabouts()
-        self.is_ready, self.is_seen = asyncio.Event(), asyncio.Event()
+        self.is_ready, self._is_seen = asyncio.Event(), asyncio.Event()
 
     def start(self, begin: Begin) -> None:
         self._begin = begin
@@ -45,6 +46,12 @@ class Keeper:
     def tell(self, said: FromAgent) -> None:
         if self._worker is not None:
             self._worker.tell(said)
+
+    async def wait_seen(self, patience_s: float) -> None:
+        """Until the coordinator has seen the door, or it takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._is_seen.wait()
 
     def is_well(self) -> None:
         """It does its work: when it dies, that is a first time."""
@@ -69,7 +76,7 @@ class Keeper:
                 self.where = where
                 self.is_ready.set()
                 if where.observed is not None:
-                    self.is_seen.set()
+                    self._is_seen.set()
         self._heard(said)
 
     def _ended(self, reason: str) -> None:
