@@ -16,7 +16,10 @@ __all__ = ["LiveCluster"]
 
 
 class LiveCluster:
-    """`lease()` gives the next batch and its pieces, or None; `settle(batch)` says that one is done."""
+    """`lease()` gives the next batch and its pieces, or None; `settle(batch)` says that one is done.
+
+    `broken(reason, blamed)` says that it cannot go on, and which members are at fault.
+    """
 
     def __init__(
         self,
@@ -25,7 +28,7 @@ class LiveCluster:
         feeder: Feeder,
         lease: Callable[[LiveCluster], tuple[int, Sequence[Piece]] | None],
         settle: Callable[[LiveCluster, int], None],
-        broken: Callable[[LiveCluster, str], None],
+        broken: Callable[[LiveCluster, str, tuple[str, ...]], None],
     ) -> None:
         self.plan, self.parts, self.feeder = plan, list(parts), feeder
         self.id, self.generation = plan.id, plan.generation
@@ -75,6 +78,11 @@ class LiveCluster:
                 return
             line.send(sending)
 
+    @property
+    def is_fed(self) -> bool:
+        """Whether its root is on the line and has been sent something: another line would miss that."""
+        return self._line is not None and self.feeder.fed > 0
+
     def close(self) -> None:
         self.is_over = True
         line, self._line = self._line, None
@@ -98,8 +106,8 @@ class LiveCluster:
     def room(self) -> None:
         self.pump()
 
-    def detached(self, line: FeedLine, reason: str) -> None:
+    def detached(self, line: FeedLine, reason: str, *, is_fault: bool) -> None:
         if self._line is line:
             self._line = None
-            if not self.is_over:
-                self._broken(self, f"the feed to {self.plan.members[0]} broke: {reason}")
+            root = self.plan.members[0]
+            self._broken(self, f"the feed to {root} broke: {reason}", (root,) if is_fault else ())

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ..core.config import require
-from ..core.control import Beat, Desired, Hello, Leave, Moved, Part, Peer, Report, Said, Tell, Welcome
+from ..core.control import Beat, Desired, Hello, Leave, Moved, Part, Peer, Report, Said, Tell, Welcome, Whereabouts
 from ..core.errors import FrameError, RavnestError
 from ..core.orders import Evaluated, Failed, Linked, Lost, Ready, Saved, Updated
+from ..net.addresses import check_address
 from ..net.agree import Introduction
 from ..net.feeding import feed_purpose
 from ..net.hub import HubConfig, RelayHub
@@ -43,20 +44,28 @@ from .events import (
     PlanMade,
 )  # fmt: skip
 from .feeder import Feeder
+from .people import COORDINATOR
+from .records import LinkRecord
 from .requester import Piece, Requester, StageFiles
 from .sessions import Session
 from .state import State, apply
 
 __all__ = ["Coordinator"]
 
-_MOST_REFUSALS = 64  # kinds that are told apart between two looks
+_MOST_REFUSALS = 8  # kinds that are told apart in one beat, so that strangers cannot fill the log
 
 
 class Coordinator:
     """Give it a state and somebody who wants a model trained; tell it what nodes say."""
 
     def __init__(
-        self, state: State, requester: Requester, wishes: Wishes, *, keep: Callable[[Event], None] = lambda event: None
+        self,
+        state: State,
+        requester: Requester,
+        wishes: Wishes,
+        *,
+        keep: Callable[[Event], None] = lambda event: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.state, self.requester, self.wishes = state, requester, wishes
         self.beat_s = wishes.beat_s
@@ -67,10 +76,11 @@ class Coordinator:
         self._member_of: dict[str, LiveCluster] = {}
         self.is_ending = False
         self._keep = keep
-        self._start_s, self._started = time.time(), time.monotonic()
+        self._start_s, self._started = clock(), time.monotonic()
         self._wake = asyncio.Event()
         self._planning: asyncio.Task[None] | None = None
         self._refusals: Counter[tuple[str, str]] = Counter()
+        self._refusals_told_s = 0.0
 
     def now_s(self) -> float:
         """The time of day when we began, and what has passed since: a clock that is set does not matter."""
@@ -79,14 +89,14 @@ class Coordinator:
     def record(self, event: Event) -> None:
         apply(self.state, event)
         self._keep(event)
-        if not isinstance(event, LeaseGranted | LeaseSettled):  # which come by the thousand and decide nothing
+        if not isinstance(event, LeaseGranted | LeaseSettled | CallerRefused):  # which are many and decide nothing
             self._wake.set()
 
     def note(self, text: str) -> None:
         self.record(Noted(self.now_s(), text))
 
     def refused(self, address: str, reason: str) -> None:
-        """Somebody was sent away; told in one event with others like it."""
+        """Somebody was sent away; told once a beat, in one event with others like it."""
         key = (address.rpartition(":")[0] or address, reason)
         if key not in self._refusals and len(self._refusals) >= _MOST_REFUSALS:
             key = ("many", "for various reasons")
@@ -98,7 +108,8 @@ class Coordinator:
         """Decide and act, whenever something has changed or is due. Runs until cancelled."""
         while True:
             self._wake.clear()
-            self._tell_refusals()
+            if self.now_s() >= self._refusals_told_s + self.beat_s:
+                self.tell_refusals()
             for decision in decide(self.state, self.now_s(), self.wishes):
                 self._carry_out(decision)
             if self._wake.is_set():
@@ -111,7 +122,8 @@ class Coordinator:
             except TimeoutError:
                 pass
 
-    def _tell_refusals(self) -> None:
+    def tell_refusals(self) -> None:
+        self._refusals_told_s = self.now_s()
         refusals, self._refusals = self._refusals, Counter()
         for (address, reason), count in refusals.items():
             self.record(CallerRefused(self.now_s(), address, reason, count))
@@ -121,9 +133,8 @@ class Coordinator:
             case LoseNode(name=name, reason=reason):
                 self.lose(name, reason, polite=False)
             case EndCluster(cluster=cluster, reason=reason, blamed=blamed):
-                for name in blamed:
-                    self.record(NodeBlamed(self.now_s(), name, reason))
-                self._end_cluster(cluster, reason, is_lost=True)
+                if (live := self.clusters.get(cluster)) is not None:
+                    self._broken(live, reason, blamed)
             case MakePlan(nodes=nodes):
                 if not self.is_ending and (self._planning is None or self._planning.done()):
                     self._planning = asyncio.get_running_loop().create_task(self._plan(nodes))
@@ -141,7 +152,7 @@ class Coordinator:
         except RavnestError as error:
             self.record(PlanFailed(self.now_s(), str(error), tuple(nodes)))
             return
-        free = set(self.state.free_nodes(self.now_s()))
+        free = set(self.state.free_nodes(self.now_s(), self.wishes.blame_s))
         kept = [(cluster, files) for cluster, files in made if free.issuperset(cluster.members)]
         if len(kept) < len(made):
             self.note("a PC left while the plan was made: its cluster is planned anew")
@@ -202,8 +213,9 @@ class Coordinator:
     def cluster_of(self, name: str) -> LiveCluster | None:
         return self._member_of.get(name)
 
-    def _broken(self, live: LiveCluster, reason: str) -> None:
-        """Something of a cluster broke, and nobody is known to be at fault."""
+    def _broken(self, live: LiveCluster, reason: str, blamed: tuple[str, ...]) -> None:
+        for name in blamed:
+            self.record(NodeBlamed(self.now_s(), name, reason))
         self._end_cluster(live.id, reason, is_lost=True)
 
     def _end_cluster(self, cluster: str, reason: str, *, is_lost: bool) -> None:
@@ -280,6 +292,7 @@ class Coordinator:
 
     def arrived(self, session: Session, hello: Hello) -> None:
         name, now_s = session.name, self.now_s()
+        _check_where(hello.where)
         older = self.sessions.pop(name, None)
         if older is not None:
             self.note(f"{name} came again from {session.address}: its connection from {older.address} is closed")
@@ -300,7 +313,9 @@ class Coordinator:
         self.state.heard(name, self.now_s(), said.doing[:200] if isinstance(said, Beat) else None)
         match said:
             case Moved(where=where):
-                self.record(NodeMoved(self.now_s(), name, where))
+                _check_where(where)
+                if where != self.state.nodes[name].where:
+                    self.record(NodeMoved(self.now_s(), name, where))
             case Report():
                 self._reported(name, said)
             case Leave(reason=reason):
@@ -349,11 +364,12 @@ class Coordinator:
         is_leaf = stage == len(live.plan.members) - 1
         match said.report:
             case Ready():
-                self.record(NodeReady(self.now_s(), live.id, name))
+                if name in self.state.clusters[live.id].missing:  # else it says so once more
+                    self.record(NodeReady(self.now_s(), live.id, name))
                 if not live.is_training and self.state.is_training(live.id):
                     live.start()
-            case Linked(peer=peer, how=how, reason=reason, hint=hint):
-                self.record(LinkMade(self.now_s(), live.id, name, peer[:63], how[:20], reason[:500], hint[:500]))
+            case Linked() as report:
+                self._linked(live, name, report)
             case Failed(reason=reason, is_consequence=is_consequence):
                 if not is_consequence:
                     self.record(NodeBlamed(self.now_s(), name, reason[:500]))
@@ -361,14 +377,22 @@ class Coordinator:
             case Lost() | Evaluated() if not is_leaf:
                 raise FrameError(f"a {type(said.report).__name__} comes from the last stage only")
             case Evaluated() as report:
-                self.requester.reported(live.id, stage, report)
                 live.feeder.evaluated()
+                self.requester.reported(live.id, stage, report)
                 live.pump()
             case Updated(metrics=metrics) as report:
                 live.metrics[stage] = metrics
                 self.requester.reported(live.id, stage, report)
             case Lost() | Saved() as report:
                 self.requester.reported(live.id, stage, report)
+
+    def _linked(self, live: LiveCluster, name: str, said: Linked) -> None:
+        if said.peer not in (*live.plan.members, COORDINATOR):
+            raise FrameError("it has a link to somebody who is not of its cluster")
+        made = LinkMade(self.now_s(), live.id, name, said.peer, said.how[:20], said.reason[:500], said.hint[:500])
+        known = self.state.clusters[live.id].links.get((name, said.peer))
+        if known != LinkRecord(made.how, made.reason, made.hint):  # else it says so once more
+            self.record(made)
 
     # feeds
 
@@ -379,4 +403,12 @@ class Coordinator:
             raise FrameError(f"{name} is no root of a cluster")
         if said != Introduction.of(live.generation, feed_purpose(live.id)):
             raise FrameError(f"{name} came for another cluster or generation than its own, which is {live.generation}")
+        if live.is_fed:
+            raise FrameError(f"{name} came again while its cluster is being fed")
         return live
+
+
+def _check_where(where: Whereabouts) -> None:
+    """Others will dial these; whatever is no address would be their trouble. Raises `ValueError`."""
+    for address in (*where.addresses, *([where.observed] if where.observed is not None else [])):
+        check_address(address)

@@ -15,7 +15,6 @@ import msgspec
 
 from ..core.errors import FrameError, HandshakeError, RavnestError
 from ..core.messages import Backward, Data
-from ..net.addresses import plain_host, show
 from ..net.agree import INTRODUCTION_BYTES, Introduction, decode_introduction, encode_introduction
 from ..net.frame import (
     PREFIX_BYTES,
@@ -27,11 +26,10 @@ from ..net.frame import (
     flat,
 )
 from .feeder import Sending
-from .people import name_of
+from .people import address_of, name_of
 
 __all__ = ["FeedLine", "FeedPort", "Fed"]
 
-_HELLO_S = 10.0
 _WAITING_BYTES = 1 << 20
 _MAX_FRAME_BYTES = 1 << 32
 
@@ -48,11 +46,12 @@ class Fed(Protocol):
     def room(self) -> None:
         """There is room on the line again."""
 
-    def detached(self, line: FeedLine, reason: str) -> None: ...
+    def detached(self, line: FeedLine, reason: str, *, is_fault: bool) -> None:
+        """The line broke; `is_fault`: because of what the root said."""
 
 
 class FeedLine(Protocol):
-    """The line to a root."""
+    """The line to a root. Once it is closed, nothing more is heard of it."""
 
     @property
     def has_room(self) -> bool: ...
@@ -66,25 +65,28 @@ class FeedPort(asyncio.Protocol):
     """One connection. `find(name, introduction)` says for which cluster it is, or raises a `RavnestError`."""
 
     def __init__(
-        self, find: Callable[[str, Introduction], Fed], on_refused: Callable[[str, str], None] = lambda a, r: None
+        self, find: Callable[[str, Introduction], Fed], on_refused: Callable[[str, str], None], *, hello_s: float
     ) -> None:
-        self._find, self._on_refused = find, on_refused
+        self._find, self._on_refused, self._hello_s = find, on_refused, hello_s
         self._arrived = bytearray()
         self._fed: Fed | None = None
         self._name, self._address = "", "somebody who left"
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Data)
         self._timer: asyncio.TimerHandle | None = None
-        self._reason = "the root left"
+        self._fault: str | None = None
         self.has_room = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WAITING_BYTES)
-        if at := transport.get_extra_info("peername"):
-            self._address = show((plain_host(at[0]), at[1]))
-        self._timer = asyncio.get_running_loop().call_later(_HELLO_S, self._refuse, "it did not say what for")
+        self._address = address_of(transport)
+        self._timer = asyncio.get_running_loop().call_later(
+            self._hello_s, self._refuse, f"it did not say what for within {self._hello_s:g} s"
+        )
 
     def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
         self._arrived += data
         try:
             if self._fed is None:
@@ -107,7 +109,8 @@ class FeedPort(asyncio.Protocol):
         fed, self._fed = self._fed, None
         self.has_room = False
         if fed is not None:
-            fed.detached(self, str(error) if error else self._reason)
+            reason = self._fault or (str(error) if error else "the root left")
+            fed.detached(self, reason, is_fault=self._fault is not None)
 
     def send(self, sending: Sending) -> None:
         assert self._fed is not None
@@ -117,6 +120,7 @@ class FeedPort(asyncio.Protocol):
         self._transport.writelines([head, *views])
 
     def close(self) -> None:
+        self._fed = None
         self._transport.close()
 
     def _hear_introduction(self) -> None:
@@ -127,9 +131,10 @@ class FeedPort(asyncio.Protocol):
             raise HandshakeError("it has no certificate of this coordinator")
         said = decode_introduction(bytes(self._arrived[:INTRODUCTION_BYTES]))
         del self._arrived[:INTRODUCTION_BYTES]
+        self._name = name
         fed = self._find(name, said)
         self._stop_waiting()
-        self._name, self._fed = name, fed
+        self._fed = fed
         self._transport.write(encode_introduction(said))
         fed.attached(self)
 
@@ -158,6 +163,6 @@ class FeedPort(asyncio.Protocol):
             self._timer = None
 
     def _refuse(self, reason: str) -> None:
-        self._reason = reason
+        self._fault = reason
         self._transport.abort()
         self._on_refused(f"{self._name or 'the feed'} at {self._address}", reason)

@@ -73,6 +73,8 @@ class Feeder:
 
     def evaluated(self) -> None:
         """The result of a held-out microbatch is here."""
+        if not self._evaluating:
+            raise FrameError("there is a result of a held-out microbatch that was not sent")
         self._evaluating -= 1
 
     def next(self) -> Sending | None:

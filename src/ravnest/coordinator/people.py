@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import IdentityError
+from ..net.addresses import plain_host, show
 from ..net.identity import Authority, Identity, fingerprint, make_authority, make_key, make_request
 from ..net.identity import save_identity as save
 
-__all__ = ["COORDINATOR", "REQUESTER", "RESERVED", "People", "name_of", "requester_identity"]
+__all__ = ["COORDINATOR", "REQUESTER", "RESERVED", "People", "address_of", "name_of", "requester_identity"]
 
 COORDINATOR, REQUESTER = "coordinator", "requester"
 RESERVED = (COORDINATOR, REQUESTER)
@@ -79,3 +80,9 @@ def name_of(transport: asyncio.BaseTransport | None) -> str | None:
     found: dict[str, Any] = (transport.get_extra_info("peercert") if transport is not None else None) or {}
     names = [value for part in found.get("subject", ()) for field, value in part if field == "commonName"]
     return str(names[0]) if len(names) == 1 else None
+
+
+def address_of(transport: asyncio.BaseTransport | None) -> str:
+    """Where a connection comes from, for people to read."""
+    at = transport.get_extra_info("peername") if transport is not None else None
+    return show((plain_host(at[0]), at[1])) if at else "somebody who left"

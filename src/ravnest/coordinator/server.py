@@ -15,22 +15,26 @@ Whoever is not allowed gets a sentence that says why.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from http import HTTPStatus
+from io import SEEK_END, BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 from aiohttp import web
 
 from ..core.config import require
 from ..core.errors import IdentityError
-from ..net.addresses import plain_host, show
 from ..net.identity import key_digest
 from .coordinator import Coordinator
 from .decide import choose_name, judge_token
 from .events import NodeEnrolled
-from .people import REQUESTER, People, name_of
+from .patience import Patience
+from .people import REQUESTER, People, address_of, name_of
 from .sessions import converse
 from .status import Status
 
@@ -39,7 +43,6 @@ __all__ = ["Office", "make_app"]
 _MAX_BODY_BYTES = 64 * 1024
 _CHUNK = bytes(64 * 1024)
 _MEASURED_AT_ONCE, _MOST_MEASURE_S, _MOST_MEASURE_BYTES = 4, 3.0, 1 << 30
-_BODY_S = 30.0
 
 
 class Office(Protocol):
@@ -77,8 +80,8 @@ class Refusal(Exception):
         self.status = status
 
 
-def make_app(coordinator: Coordinator, office: Office) -> web.Application:
-    desk = _Desk(coordinator, office)
+def make_app(coordinator: Coordinator, office: Office, patience: Patience) -> web.Application:
+    desk = _Desk(coordinator, office, patience)
     app = web.Application(middlewares=[_sentences(coordinator)], client_max_size=_MAX_BODY_BYTES)
     app.router.add_get("/v1/authority", desk.authority)
     app.router.add_post("/v1/enrol", desk.enrol)
@@ -102,31 +105,31 @@ def _sentences(coordinator: Coordinator) -> Any:
         try:
             return await handler(request)
         except Refusal as refusal:
-            coordinator.refused(_address(request), str(refusal))
-            return web.json_response({"error": str(refusal)}, status=refusal.status)
-        except (ValueError, TimeoutError) as error:
-            return web.json_response({"error": str(error) or "it took too long"}, status=400)
+            reason, status = str(refusal), refusal.status
+        except web.HTTPException as error:
+            reason, status = f"{request.method} is not answered there: {error.reason}", error.status
+        except TimeoutError:
+            reason, status = "its request took too long", HTTPStatus.REQUEST_TIMEOUT
+        except ValueError as error:
+            reason, status = str(error), HTTPStatus.BAD_REQUEST
+        coordinator.refused(address_of(request.transport), reason)
+        return web.json_response({"error": reason}, status=status)
 
     return answer
-
-
-def _address(request: web.Request) -> str:
-    at = request.transport.get_extra_info("peername") if request.transport is not None else None
-    return show((plain_host(at[0]), at[1])) if at else "somebody who left"
 
 
 class _Desk:
     """The handlers."""
 
-    def __init__(self, coordinator: Coordinator, office: Office) -> None:
-        self._coordinator, self._office = coordinator, office
+    def __init__(self, coordinator: Coordinator, office: Office, patience: Patience) -> None:
+        self._coordinator, self._office, self._patience = coordinator, office, patience
         self._measuring = asyncio.Semaphore(_MEASURED_AT_ONCE)
 
     async def authority(self, request: web.Request) -> web.Response:
         return web.Response(body=self._office.people.authority_pem, content_type="application/x-pem-file")
 
     async def enrol(self, request: web.Request) -> web.Response:
-        asked = await _body(request, _Enrol)
+        asked = await self._body(request, _Enrol)
         coordinator = self._coordinator
         refusal = judge_token(coordinator.state, asked.token, coordinator.now_s())
         if refusal is not None:
@@ -134,7 +137,9 @@ class _Desk:
         try:
             key = key_digest(asked.request.encode())
             name = choose_name(coordinator.state, asked.name, key)
-            certificate = self._office.people.sign(asked.request.encode(), name)
+            self._refuse_kicked(name)
+            now = datetime.fromtimestamp(coordinator.now_s(), UTC)
+            certificate = self._office.people.sign(asked.request.encode(), name, now)
         except IdentityError as error:
             raise Refusal(str(error), 400) from error
         coordinator.record(NodeEnrolled(coordinator.now_s(), name, key, asked.token))
@@ -143,14 +148,16 @@ class _Desk:
         })  # fmt: skip
 
     async def control(self, request: web.Request) -> web.StreamResponse:
-        return await converse(request, self._member(request), _address(request), self._coordinator)
+        name, address = self._member(request), address_of(request.transport)
+        return await converse(request, name, address, self._coordinator, self._patience)
 
     async def blob(self, request: web.Request) -> web.StreamResponse:
         self._member(request)
         found = self._coordinator.blobs.get(request.match_info["digest"])
         if found is None:
             raise Refusal("there is no such file: it is of an older plan", 404)
-        return web.FileResponse(found) if isinstance(found, Path) else web.Response(body=found)
+        with found.open("rb") if isinstance(found, Path) else BytesIO(found) as file:
+            return await self._send(request, file)
 
     async def weights(self, request: web.Request) -> web.Response:
         name = self._member(request)
@@ -162,12 +169,20 @@ class _Desk:
         if request.content_length is not None and request.content_length > most:
             raise Refusal(f"weights of {request.content_length} bytes, at most {most} belong to this stage", 413)
         path = self._coordinator.requester.weights_path(live.id, stage)
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # it may send them twice at once
         try:
-            await _receive(request, path, most)
+            num_bytes = await self._receive(request, partial, most)
+            if live.is_over:
+                raise Refusal(f"cluster {live.id} is no more: its weights are not needed", 409)
+            partial.replace(path)
+        except (TimeoutError, ConnectionError):  # the guest's doing, not the disk's
+            raise
         except OSError as error:
-            self._coordinator.note(f"the weights of {name} cannot be written to {path}: {error.strerror}")
+            self._coordinator.note(f"the weights of {name} cannot be written to {path.name}: {error.strerror}")
             raise Refusal(f"the coordinator cannot write them: {error.strerror}", 507) from error
-        return web.json_response({"bytes": path.stat().st_size})
+        finally:
+            partial.unlink(missing_ok=True)
+        return web.json_response({"bytes": num_bytes})
 
     async def line_down(self, request: web.Request) -> web.StreamResponse:
         self._member(request)
@@ -176,16 +191,17 @@ class _Desk:
             response = web.StreamResponse()
             response.enable_chunked_encoding()
             await response.prepare(request)
-            while time.monotonic() < until:
-                await response.write(_CHUNK)
-            await response.write_eof()
+            async with asyncio.timeout(self._patience.body_s):  # it may not read
+                while time.monotonic() < until:
+                    await response.write(_CHUNK)
+                await response.write_eof()
             return response
 
     async def line_up(self, request: web.Request) -> web.Response:
         self._member(request)
         async with self._turn():
             began, last, first_bytes, num_bytes = 0.0, 0.0, 0, 0
-            async with asyncio.timeout(_BODY_S):
+            async with asyncio.timeout(self._patience.body_s):
                 async for chunk in request.content.iter_any():
                     num_bytes += len(chunk)
                     last = time.monotonic()
@@ -212,13 +228,13 @@ class _Desk:
 
     async def kick(self, request: web.Request) -> web.Response:
         self._requester(request)
-        asked = await _body(request, _Kick)
+        asked = await self._body(request, _Kick)
         self._coordinator.kick(asked.node, asked.reason[:200])
         return web.json_response({"kicked": asked.node})
 
     async def invite(self, request: web.Request) -> web.Response:
         self._requester(request)
-        asked = await _body(request, _Invite)
+        asked = await self._body(request, _Invite)
         return web.json_response({"ticket": self._office.new_ticket(asked.expires_s, asked.uses)})
 
     def _member(self, request: web.Request) -> str:
@@ -238,32 +254,40 @@ class _Desk:
             raise Refusal(reason)
         return name
 
+    def _refuse_kicked(self, name: str) -> None:
+        """Whoever was sent away gets no new certificate for the key it had."""
+        if name in self._coordinator.state.members and (reason := self._coordinator.state.why_not_member(name)):
+            raise Refusal(reason)
+
     def _requester(self, request: web.Request) -> None:
         if name_of(request.transport) != REQUESTER:
             raise Refusal("only the requester may do this, on the machine where the coordinator keeps its files")
 
+    async def _body(self, request: web.Request, kind: type[Any]) -> Any:
+        async with asyncio.timeout(self._patience.body_s):
+            return msgspec.json.decode(await request.read(), type=kind)
 
-async def _body(request: web.Request, kind: type[Any]) -> Any:
-    async with asyncio.timeout(_BODY_S):
-        return msgspec.json.decode(await request.read(), type=kind)
+    async def _send(self, request: web.Request, file: BinaryIO) -> web.StreamResponse:
+        """In pieces, so that a guest who does not read costs one of them and not the whole, and that not for long."""
+        response = web.StreamResponse()
+        response.content_length = file.seek(0, SEEK_END)
+        file.seek(0)
+        await response.prepare(request)
+        while chunk := file.read(len(_CHUNK)):
+            async with asyncio.timeout(self._patience.body_s):
+                await response.write(chunk)
+        await response.write_eof()
+        return response
 
-
-async def _chunk(request: web.Request) -> bytes:
-    """Some bytes of a body, which may take long as a whole but not in any part; none at its end."""
-    async with asyncio.timeout(_BODY_S):
-        return await request.content.readany()
-
-
-async def _receive(request: web.Request, path: Path, most_bytes: int) -> None:
-    """Write a body to a file, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    num_bytes = 0
-    try:
-        with partial.open("wb") as file:
-            while chunk := await _chunk(request):
+    async def _receive(self, request: web.Request, path: Path, most_bytes: int) -> int:
+        """Write a body to a file and count its bytes. It may take long as a whole, but not in any part."""
+        num_bytes = 0
+        with path.open("wb") as file:
+            while True:
+                async with asyncio.timeout(self._patience.body_s):
+                    chunk = await request.content.readany()
+                if not chunk:
+                    return num_bytes
                 num_bytes += len(chunk)
                 require(num_bytes <= most_bytes, f"more than the {most_bytes} bytes that belong to this stage")
                 file.write(chunk)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

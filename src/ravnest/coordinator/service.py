@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import field
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 import psutil
-from aiohttp import web
 
 from ..core.config import config, require
 from ..core.errors import LinkError
@@ -30,23 +30,27 @@ from .decide import Wishes, judge_token
 from .events import CallerRefused, Event, LeaseGranted, LeaseSettled, NodeGone, Noted, RunBegun, RunEnded, TokenIssued
 from .feed import FeedPort
 from .journal import Journal, replay
+from .members import members_only
+from .patience import Patience
 from .people import People
 from .requester import Requester
 from .server import make_app
 from .status import Live, Status, status_of
+from .web import WebPort
 
 __all__ = ["Service", "ServiceConfig"]
 
 _FLUSH_S = 0.25
 _LATER = (LeaseGranted, LeaseSettled, CallerRefused)  # many, and written together
-_KEEPALIVE_S = 30.0
-_FIRST_REQUEST_S = 20.0
 _MOST_ADDRESSES = 6
 
 
 @config
 class ServiceConfig:
-    """Where it listens and keeps its files. `advertise` is what tickets say, else the addresses it has."""
+    """Where it listens and keeps its files. `advertise` is what tickets say, else the addresses it has.
+
+    `clock` gives unix time; it is read once, at the start.
+    """
 
     directory: Path
     host: str = ""
@@ -56,6 +60,8 @@ class ServiceConfig:
     ticket_uses: int | None = None
     wishes: Wishes = field(default_factory=Wishes)
     front: FrontConfig = field(default_factory=FrontConfig)
+    patience: Patience = field(default_factory=Patience)
+    clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 2**16, f"{self.port} is not a port: it is up to 65535")
@@ -78,12 +84,12 @@ class Service:
         live: Callable[[], Live] = Live,
     ) -> None:
         self.config = config
-        self.people = People(config.directory)
+        self.people = People(config.directory, datetime.fromtimestamp(config.clock(), UTC))
         journal = config.directory / "journal"
         state, problems = replay(journal)
         self._journal = Journal(journal, on_trouble=self._trouble)
         self._on_event, self._live = on_event, live
-        self.coordinator = Coordinator(state, requester, config.wishes, keep=self._kept)
+        self.coordinator = Coordinator(state, requester, config.wishes, keep=self._kept, clock=config.clock)
         for problem in problems:
             self.coordinator.note(problem)
         for name in [name for name, node in state.nodes.items() if node.is_present]:
@@ -92,22 +98,24 @@ class Service:
         self.coordinator.record(RunBegun(self.coordinator.now_s(), run, steps, release))
         self._journal.compact(state)
         self._tasks: list[asyncio.Task[None]] = []
-        self._unasked: dict[int, asyncio.TimerHandle] = {}
 
     async def open(self) -> None:
         """Listen; from then on nodes may come."""
         loop = asyncio.get_running_loop()
         self._loop = loop
         coordinator = self.coordinator
-        app = make_app(coordinator, self)
-        app.middlewares.append(self._heed_requests())
-        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=_KEEPALIVE_S, handle_signals=False)
-        await self._runner.setup()
+        app = make_app(coordinator, self, self.config.patience)
+        self._web = WebPort(
+            app, request_s=self.config.patience.request_s, on_refused=coordinator.refused, on_error=coordinator.note
+        )
+        await self._web.open()
         self._front = Front(
             front_context(self.people.identity),
             {
-                RELAY_PROTOCOL: coordinator.hub,
-                FEED_PROTOCOL: lambda: FeedPort(coordinator.feed_for, coordinator.refused),
+                RELAY_PROTOCOL: members_only(coordinator.hub, coordinator.state.why_not_member, coordinator.refused),
+                FEED_PROTOCOL: lambda: FeedPort(
+                    coordinator.feed_for, coordinator.refused, hello_s=self.config.patience.hello_s
+                ),
             },
             otherwise=self._web,
             config=self._front_config(),
@@ -126,6 +134,7 @@ class Service:
         coordinator.is_ending = True
         for cluster in list(coordinator.clusters):
             coordinator.end_cluster(cluster, reason)
+        coordinator.tell_refusals()
         coordinator.record(RunEnded(coordinator.now_s(), reason))
         for task in self._tasks:
             task.cancel()
@@ -136,7 +145,7 @@ class Service:
         self._server.close()
         self._front.close()
         coordinator.hub.close_all()
-        await self._runner.cleanup()
+        await self._web.close()
         self._journal.flush(sync=True)
         self._journal.close()
         (self.config.directory / "address").unlink(missing_ok=True)
@@ -182,31 +191,6 @@ class Service:
     def _front_config(self) -> FrontConfig:
         given = {**vars(self.config.front), "on_refused": self.coordinator.refused}
         return FrontConfig(**given)
-
-    # A connection that sends its first request a byte at a time is ended.
-
-    def _web(self) -> asyncio.Protocol:
-        protocol: asyncio.Protocol = self._runner.server()  # type: ignore[misc]
-        self._unasked[id(protocol)] = self._loop.call_later(_FIRST_REQUEST_S, self._give_up, protocol)
-        return protocol
-
-    def _heed_requests(self) -> Any:
-        @web.middleware
-        async def heed(request: web.Request, handler: Any) -> web.StreamResponse:
-            timer = self._unasked.pop(id(request.protocol), None)
-            if timer is not None:
-                timer.cancel()
-            response: web.StreamResponse = await handler(request)
-            return response
-
-        return heed
-
-    def _give_up(self, protocol: asyncio.Protocol) -> None:
-        del self._unasked[id(protocol)]
-        transport = getattr(protocol, "transport", None)
-        if transport is not None:
-            transport.abort()
-            self.coordinator.refused("somebody", f"it sent no whole request within {_FIRST_REQUEST_S:g} s")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -15,11 +15,10 @@ from aiohttp import WSMsgType, web
 
 from ..core.control import MAX_MESSAGE_BYTES, Goodbye, Hello, Said, Told
 from ..core.errors import FrameError, LinkClosed
+from .patience import Patience
 
 __all__ = ["Desk", "Session", "converse"]
 
-_HELLO_S = 15.0
-_SEND_S = 20.0
 _WAITING = 64
 
 _encoder = msgspec.msgpack.Encoder()
@@ -37,15 +36,18 @@ class Desk(Protocol):
 
     def left(self, session: Session, reason: str) -> None: ...
 
+    def refused(self, address: str, reason: str) -> None:
+        """It was sent away before it had arrived."""
+
 
 class Session:
     """One node that is connected."""
 
     def __init__(
-        self, socket: web.WebSocketResponse, transport: asyncio.Transport | None, name: str, address: str
+        self, socket: web.WebSocketResponse, request: web.Request, name: str, address: str, patience: Patience
     ) -> None:
         self.name, self.address = name, address
-        self._socket, self._transport = socket, transport
+        self._socket, self._transport, self._patience = socket, request.transport, patience
         self._waiting: asyncio.Queue[Told] = asyncio.Queue(_WAITING)
         self._ending: str | None = None
 
@@ -61,7 +63,7 @@ class Session:
             self.end(f"it took none of {_WAITING} messages")
 
     def dismiss(self, reason: str, *, again: bool) -> None:
-        """Say goodbye, and close once that is said."""
+        """Say goodbye, and close once that is said; from now on it is not heard."""
         if self.is_open:
             self.tell(Goodbye(reason, again))
             self._ending = self._ending or reason
@@ -73,14 +75,17 @@ class Session:
             self._transport.abort()
 
     async def send_all(self) -> None:
-        """Send what is queued, until a goodbye has been sent."""
-        while True:
-            message = await self._waiting.get()
-            async with asyncio.timeout(_SEND_S):
-                await self._socket.send_bytes(_encoder.encode(message))
-            if isinstance(message, Goodbye):
-                await self._socket.close()
-                return
+        """Send what is queued, until a goodbye has been sent or nothing goes through any more."""
+        try:
+            while True:
+                message = await self._waiting.get()
+                async with asyncio.timeout(self._patience.send_s):
+                    await self._socket.send_bytes(_encoder.encode(message))
+                if isinstance(message, Goodbye):
+                    await self._socket.close()
+                    return
+        except (ConnectionError, TimeoutError, RuntimeError) as error:
+            self.end(f"it takes no messages: {error or 'it is too slow'}")
 
     async def hear(self, within_s: float) -> Said:
         """The next message; raises `FrameError` for what is none, `LinkClosed` at the end."""
@@ -89,25 +94,31 @@ class Session:
                 message = await self._socket.receive()
         except TimeoutError:
             raise LinkClosed(f"nothing was heard for {within_s:g} s") from None
+        if self._ending is not None:
+            raise LinkClosed(self._ending)
         if message.type is WSMsgType.BINARY:
             try:
                 return _decoder.decode(message.data)
             except (ValueError, RecursionError) as error:
                 raise FrameError(f"its message cannot be read: {error}") from error
-        if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
-            raise LinkClosed(self._ending or "the connection ended")
+        if message.type is WSMsgType.ERROR:
+            raise LinkClosed(f"its message cannot be read: {message.data}")
+        if message.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
+            raise LinkClosed("the connection ended")
         raise FrameError("it sent text, where MessagePack is spoken")
 
 
-async def converse(request: web.Request, name: str, address: str, desk: Desk) -> web.WebSocketResponse:
+async def converse(
+    request: web.Request, name: str, address: str, desk: Desk, patience: Patience
+) -> web.WebSocketResponse:
     """Hear a node out, from its hello to its end."""
-    socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=2.0)
+    socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=patience.goodbye_s)
     await socket.prepare(request)
-    session = Session(socket, request.transport, name, address)
+    session = Session(socket, request, name, address, patience)
     sending = asyncio.create_task(session.send_all())
     has_arrived, reason = False, "the connection ended"
     try:
-        hello = await session.hear(_HELLO_S)
+        hello = await session.hear(patience.hello_s)
         if not isinstance(hello, Hello):
             raise FrameError("it did not say hello first")
         desk.arrived(session, hello)
@@ -118,14 +129,23 @@ async def converse(request: web.Request, name: str, address: str, desk: Desk) ->
         reason = str(error)
     except (FrameError, ValueError) as error:  # what it said is wrong: it is told so
         reason = str(error)
-        with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError):
-            async with asyncio.timeout(2.0):
-                await socket.send_bytes(_encoder.encode(Goodbye(reason, again=True)))
+        session.dismiss(reason, again=True)
     finally:
-        sending.cancel()
         if has_arrived:
             desk.left(session, reason)
-        with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError, asyncio.CancelledError):
-            async with asyncio.timeout(2.0):
-                await socket.close()
+        else:
+            desk.refused(f"{name} at {address}", reason)
+        await _close(socket, sending, has_goodbye=not session.is_open, within_s=patience.goodbye_s)
     return socket
+
+
+async def _close(
+    socket: web.WebSocketResponse, sending: asyncio.Task[None], *, has_goodbye: bool, within_s: float
+) -> None:
+    """The goodbye goes out first, if there is one and somebody takes it."""
+    with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError, asyncio.CancelledError):
+        async with asyncio.timeout(within_s):
+            if has_goodbye:
+                await asyncio.wait([sending])
+            await socket.close()
+    sending.cancel()
