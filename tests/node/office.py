@@ -58,6 +58,7 @@ class Office:
         self.enrolled: list[dict[str, Any]] = []
         self.blobs: dict[str, bytes] = {}
         self.weights: dict[str, bytes] = {}
+        self.kicked: set[str] = set()
         self.num_busy = 0  # how often measuring is refused
         self.num_broken = 0  # how many files break off
         self.visits: asyncio.Queue[Visit] = asyncio.Queue()
@@ -118,7 +119,9 @@ class Office:
             "authority": self.members.authority.certificate_pem.decode(),
         })  # fmt: skip
 
-    async def _control(self, request: web.Request) -> web.WebSocketResponse:
+    async def _control(self, request: web.Request) -> web.StreamResponse:
+        if _name(request) in self.kicked:
+            return web.json_response({"error": "it was kicked"}, status=403)
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, timeout=0.5)
         await socket.prepare(request)
         visit = Visit(socket, _name(request))

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from ravnest.core.control import Blob, Part, Report, Tell
+from ravnest.core.errors import ProgramError
 from ravnest.core.orders import EndAfter, Failed, Ready, Save, Saved
 from ravnest.node.client import Client, pinned_context
 from ravnest.node.convergence import Convergence
+from ravnest.node.fetch import fetch
 from ravnest.node.home import Home
 from ravnest.node.talk import Free, Take
 from tests.net.kinds import Members
@@ -37,9 +39,10 @@ class Node:
         self.is_ready = asyncio.Event()
         self.is_ready.set()
         context = pinned_context(office.members.authority.certificate_pem)
+        self.connect: Callable[[], Client] = lambda: Client(office.address, context)
         self.convergence = Convergence(
             self.home,
-            lambda: Client(office.address, context),
+            self.connect,
             self.told.put_nowait,
             self.reports.put_nowait,
             self.is_ready,
@@ -152,6 +155,18 @@ def test_a_file_that_is_not_what_was_announced(members: Members, tmp_path: Path,
         node.office.blobs[part.file.digest] = sent
         node.convergence.desire(part)
         assert complaint in (await node.failure()).reason
+
+    run(members, tmp_path, scene)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+@pytest.mark.parametrize("num_bytes", [10, 1_000_000])
+def test_a_full_disk_is_no_broken_line(members: Members, tmp_path: Path, num_bytes: int) -> None:
+    async def scene(node: Node) -> None:
+        blob = node.office.keep(bytes(num_bytes))
+        async with node.connect() as client:
+            with pytest.raises(ProgramError, match="cannot keep"):
+                await fetch(client, blob, Path("/dev/full"), max_bytes=num_bytes)
 
     run(members, tmp_path, scene)
 

@@ -103,6 +103,18 @@ def test_a_refused_token_is_a_sentence(members: Members, tmp_path: Path) -> None
     asyncio.run(joining())
 
 
+def test_a_member_that_was_kicked_hears_why(members: Members) -> None:
+    async def asking() -> None:
+        async with Office(members) as office:
+            office.kicked.add("attic")
+            async with Client(office.address, member_context(members["attic"])) as client:
+                with pytest.raises(Refused, match="it was kicked") as refused:
+                    await client.connect("/v1/control", max_message_bytes=1000)
+            assert refused.value.status == 403
+
+    asyncio.run(asking())
+
+
 def test_nobody_there_is_a_link_error(members: Members, tmp_path: Path) -> None:
     async def joining() -> None:
         async with Office(members) as office:

@@ -106,7 +106,7 @@ def test_a_home_remembers_its_port_and_forgets_its_parts(tmp_path: Path) -> None
         (home.part(3) / "stage").write_bytes(b"x")
     again = Home(tmp_path, "ab" * 32, "attic")
     assert again.port == 7711
-    assert sorted(path.name for path in again.directory.iterdir()) == ["lock", "port"]
+    assert sorted(path.name for path in again.directory.iterdir()) == ["lock", "port", "worker.log"]
     with again.held():
         (again.directory / "port").write_text("nonsense")
         assert again.port == 0

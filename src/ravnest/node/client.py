@@ -110,6 +110,7 @@ class Client:
                     heartbeat=_READ_S,
                 )
             except aiohttp.WSServerHandshakeError as error:
+                await self.ask("GET", path)  # which is refused too, and in words
                 raise Refused(f"the coordinator does not talk to this node: {error.message}", error.status) from error
 
     @contextlib.contextmanager

@@ -10,8 +10,8 @@ import asyncio
 import hashlib
 import re
 from pathlib import Path
+from typing import IO
 
-from ..core.config import format_bytes
 from ..core.control import Blob, Part
 from ..core.errors import LinkError, ProgramError
 from ..graph.limits import Limits
@@ -53,15 +53,25 @@ async def fetch(client: Client, blob: Blob, path: Path, *, max_bytes: int) -> No
                     if left_bytes < 0:
                         raise ProgramError(f"a file is longer than the {blob.num_bytes} bytes announced")
                     digest.update(piece)
-                    await asyncio.to_thread(file.write, piece)
+                    await asyncio.to_thread(_write, file, piece)
     except OSError as error:
-        raise ProgramError(
-            f"a file of {format_bytes(blob.num_bytes)} cannot be kept in {path.parent}: {error}"
-        ) from error
+        raise _unkept(error) from error
     if left_bytes:
         raise LinkError(f"a file ended {left_bytes} bytes early")
     if digest.hexdigest() != blob.digest:
         raise ProgramError("a file is not what was announced: its digest differs")
+
+
+def _write(file: IO[bytes], piece: bytes) -> None:
+    """An error of the disk must not look like one of the line."""
+    try:
+        file.write(piece)
+    except OSError as error:
+        raise _unkept(error) from error
+
+
+def _unkept(error: OSError) -> ProgramError:
+    return ProgramError(f"this PC cannot keep the files of its part: {error.strerror or error}")
 
 
 async def send_weights(client: Client, path: Path, generation: int, stage: int) -> None:

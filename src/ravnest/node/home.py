@@ -4,7 +4,7 @@
     lock         held by the agent that runs
     key.pem certificate.pem authority.pem
     port         where its door was last
-    worker.log
+    worker.log   since the agent's last start
     parts/7/     stage, brief and weights of generation 7; gone when the part is
 """
 
@@ -58,6 +58,7 @@ class Home:
                     f"another agent works in {self.directory}: end it, or give this one another --name"
                 ) from None
             self._clear()
+            self.log.write_bytes(b"")
             try:
                 yield
             finally:

@@ -12,10 +12,12 @@ import argparse
 import contextlib
 import gc
 import logging
+import math
 import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from ..net.identity import Identity
 from ..net.link import LinkConfig
 from ..net.pace import Pace
 from ..net.pump import Pump, PumpConfig
+from ..net.reception import ReceptionConfig
 from ..net.stream import StreamLink
 from ..net.unix import unix_link
 from .allocator import give_back_memory
@@ -42,7 +45,20 @@ __all__ = ["Station", "main"]
 
 _BEGIN_S = 60.0
 _TELL_S = 60.0
+_REFUSALS_S = 1.0
 _log = logging.getLogger("ravnest.station")
+
+
+class _Refusals:
+    """Writes down who is refused at the door, but no more than one a second, however many come."""
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+
+    def __call__(self, address: str, reason: str) -> None:
+        if (now_s := time.monotonic()) - self._last_s >= _REFUSALS_S:
+            self._last_s = now_s
+            _log.info("refused %s: %s", address, reason)
 
 
 class Station:
@@ -94,7 +110,10 @@ class Station:
         for port in (begin.port,) if begin.is_port_asked else (begin.port, 0):
             for host in ("::", "0.0.0.0"):
                 try:
-                    return Door((host, port), self._identity, allowed=lambda name: name in self._names)
+                    reception = ReceptionConfig(on_refused=_Refusals())
+                    return Door(
+                        (host, port), self._identity, allowed=lambda name: name in self._names, reception=reception
+                    )
                 except LinkError as refused:
                     error = refused
         raise error
