@@ -1,11 +1,11 @@
-"""How fast this machine trains: FLOPs of a program's forward and backward passes over the seconds that they take here.
+"""How fast this machine trains: FLOPs of forward and backward passes over the seconds that they take here.
 
-    speed = FLOPs / (seconds of the operations, each alone * strain)
+    of a job's program      FLOPs / (seconds of the operations, each alone * strain)
+    of the reference mix    FLOPs / mean seconds of whole passes
 
-The program is the job's own where there is one, else a reference mix of what models are made of: a transformer block
-and a block of convolutions. A processor runs each distinct operation alone (`graph.timing`), so that a model too big
-for the machine is measured too; what that leaves out, a container's quota for one, is in the strain (`strain`). An
-accelerator runs the reference mix as a whole.
+A processor runs each distinct operation of a job's program alone (`graph.timing`), so that a model too big for the
+machine is measured too; what that leaves out, a container's quota for one, is in the strain (`strain`). The mix of what
+models are made of is small: it is run as a whole, again and again, so long that a quota is felt.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..graph import Runner, Tape, initialise, measure_costs, split
-from ..graph.program import resolve_dim
+from ..graph import measure_costs
 from ..graph.threads import torch_threads
 from ..graph.timing import measure_seconds
 from .cgroup import allowed
-from .mix import Workload, reference_mix
+from .mix import Block, Workload, reference_mix, there_and_back
 from .strain import measure_strain
 
-__all__ = ["Speed", "measure_speed", "usable_cores", "whole_seconds"]
+__all__ = ["Speed", "block_seconds", "measure_speed", "usable_cores"]
 
-_REPEATS = 5
+_JOB_S, _MIX_S = 4.0, 2.0
+_WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -42,43 +42,39 @@ def usable_cores() -> float:
 
 
 def measure_speed(
-    job: Workload | None = None, *, threads: int, device: torch.device | None = None, budget_s: float = 4.0
+    job: Workload | None = None, *, threads: int, device: torch.device | None = None, budget_s: float | None = None
 ) -> Speed:
-    """Of a job's program, or of the reference mix; `budget_s` is without tracing the mix."""
+    """Of a job's program, or of the reference mix; an accelerator is measured by the mix."""
     device = device or torch.device("cpu")
-    on_cpu = device.type == "cpu"
-    works = [job] if job is not None and on_cpu else reference_mix()
-    flops = seconds = 0.0
     with torch_threads(threads):
-        for work in works:
-            costs = measure_costs(work.program, work.batch)
-            flops += costs.flops(0, len(costs.ops))
-            if on_cpu:
-                share_s = budget_s / len(works)
-                found = measure_seconds(work.program, work.batch, budget_s=share_s * 2 / 3, costs=costs)
-                strain = measure_strain(work.program, costs, found, budget_s=share_s / 3)
-                seconds += sum(op.total_s for op in found) * strain
-            else:
-                seconds += whole_seconds(work, device)
-    on = "the job's own program" if works == [job] else "a transformer block and a convolution block"
-    return Speed(flops / max(seconds, 1e-9) / 1e9, on)
+        if job is not None and device.type == "cpu":
+            return _of_job(job, budget_s or _JOB_S)
+        mix = reference_mix()
+        seconds = [block_seconds(block, device, (budget_s or _MIX_S) / len(mix)) for block in mix]
+        flops = sum(block.flops for block in mix)
+        return Speed(flops / max(sum(seconds), 1e-9) / 1e9, " and ".join(block.name for block in mix))
 
 
-def whole_seconds(work: Workload, device: torch.device) -> float:
-    """The least that a whole forward and backward pass takes, for workloads of the reference mix."""
-    (stage,) = split(work.program, ())
-    runner = Runner(stage, device)
-    trained = {s.target for s in stage.parameters if s.trainable}
-    state = {n: t.to(device).requires_grad_(n in trained) for n, t in initialise(stage, seed=0).items()}
-    inputs = [torch.rand([resolve_dim(d, work.batch) for d in v.shape], device=device) for v in stage.inputs]
-    least = float("inf")
-    for _ in range(_REPEATS):
+def _of_job(work: Workload, budget_s: float) -> Speed:
+    costs = measure_costs(work.program, work.batch)
+    found = measure_seconds(work.program, work.batch, budget_s=budget_s * 2 / 3, costs=costs)
+    strain = measure_strain(work.program, costs, found, budget_s=budget_s / 3)
+    seconds = sum(op.total_s for op in found) * strain
+    return Speed(costs.flops(0, len(costs.ops)) / max(seconds, 1e-9) / 1e9, "the job's own program")
+
+
+def block_seconds(block: Block, device: torch.device, budget_s: float) -> float:
+    """The mean of as many passes as the budget allows, after two that do not count."""
+    layers, x = block.build().to(device), torch.rand(block.shape, device=device)
+    for _ in range(_WARM_UPS):
+        there_and_back(layers, x)
+    _synchronize(device)
+    began, passes = time.perf_counter(), 0
+    while passes == 0 or time.perf_counter() - began < budget_s:
+        there_and_back(layers, x)
         _synchronize(device)
-        began = time.perf_counter()
-        Tape(runner, state, inputs).backward()
-        _synchronize(device)
-        least = min(least, time.perf_counter() - began)
-    return least
+        passes += 1
+    return (time.perf_counter() - began) / passes
 
 
 def _synchronize(device: torch.device) -> None:
