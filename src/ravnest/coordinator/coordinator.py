@@ -53,6 +53,7 @@ from .state import State, apply
 __all__ = ["Coordinator"]
 
 _MOST_REFUSALS = 8  # kinds that are told apart in one beat, so that strangers cannot fill the log
+_REST_S = 0.05  # between two looks: each goes over all nodes, and what happens often happens to many at once
 
 
 class Coordinator:
@@ -112,10 +113,10 @@ class Coordinator:
                 self.tell_refusals()
             for decision in decide(self.state, self.now_s(), self.wishes):
                 self._carry_out(decision)
+            await asyncio.sleep(_REST_S)
             if self._wake.is_set():
-                await asyncio.sleep(0)
                 continue
-            wait_s = min(max(next_look_s(self.state, self.now_s(), self.wishes) - self.now_s(), 0.05), 1.0)
+            wait_s = min(max(next_look_s(self.state, self.now_s(), self.wishes) - self.now_s(), 0.0), 1.0)
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
@@ -327,6 +328,7 @@ class Coordinator:
         """Its connection is gone; the node may train on and come back. Whether it is lost is decided later."""
         if self.sessions.get(session.name) is session:
             del self.sessions[session.name]
+            self.state.broke_off(session.name)
             self.note(f"the connection to {session.name} ended: {reason}")
 
     def lose(self, name: str, reason: str, *, polite: bool) -> None:

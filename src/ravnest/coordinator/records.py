@@ -123,10 +123,11 @@ class Counters(_Record):
 
 
 class Heard(_Record):
-    """The last that was heard of a node."""
+    """The last that was heard of a node; `is_away`: its connection ended since, and it may yet come back."""
 
     at_s: float
     doing: str = ""
+    is_away: bool = False
 
 
 class Hearing:
@@ -173,6 +174,11 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             doing = known.doing if known is not None else ""
         self.hearing.of[name] = Heard(now_s, doing)
 
+    def broke_off(self, name: str) -> None:
+        """A node's connection ended."""
+        last = self.last_heard(name)
+        self.hearing.of[name] = Heard(last.at_s, last.doing, is_away=True)
+
     def wake(self, now_s: float) -> None:
         """After a restart: whoever was there has from now on time to be heard again."""
         for name, node in self.nodes.items():
@@ -183,8 +189,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return self.hearing.of.get(name) or Heard(self.nodes[name].connected_s)
 
     def free_nodes(self, now_s: float, blame_s: float = BLAME_S) -> tuple[str, ...]:
-        """Those whom a plan may have, by name."""
-        return tuple(sorted(name for name, node in self.nodes.items() if node.is_free(now_s, blame_s)))
+        """Those whom a plan may have, by name: not who is away, for it could not be told."""
+        free = (name for name, node in self.nodes.items() if node.is_free(now_s, blame_s))
+        return tuple(sorted(name for name in free if not self.last_heard(name).is_away))
 
     def why_free(self, name: str) -> str:
         """Why a node has no part, in words."""
