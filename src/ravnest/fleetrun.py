@@ -14,7 +14,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -23,22 +23,21 @@ import msgspec
 
 from . import __version__
 from .clusterplan import ClusterMaker
+from .clusterrun import ClusterRun
 from .coordinator.coordinator import Coordinator
-from .coordinator.events import CallerRefused, Cluster, Event, LeaseGranted, LeaseSettled, NodeReady, PlanMade
-from .coordinator.requester import Piece, Planned
+from .coordinator.events import CallerRefused, Event, LeaseGranted, LeaseSettled, NodeReady, PlanMade
 from .coordinator.sentences import sentence
 from .coordinator.service import Service, ServiceConfig
 from .coordinator.status import Live
-from .core.control import NodeProfile
 from .core.errors import FrameError, NotFinite, RavnestError
-from .core.metrics import StageMetrics, bubble
+from .core.metrics import StageMetrics
 from .core.orders import Evaluated, Lost, Reports, Saved, Updated
 from .data import Batches
+from .fleetdesk import Desk, Ended, Fed, Happened, Note, Reported, Settled, part_path
 from .graph import Program
 from .interrupt import Interrupt
 from .localplan import LocalPlan
 from .modelfile import gather
-from .plan.fleet import Machine
 from .progress import Progress, Show
 from .record import Record
 from .serving import Serving
@@ -48,7 +47,6 @@ __all__ = ["FleetRun", "FleetWork"]
 
 _PATIENCE_S = 600.0
 _LOOK_S = 0.5
-_LATEST = 20  # windows whose mean loss says how good a cluster is, where nothing is held out
 
 
 @dataclass(frozen=True)
@@ -64,110 +62,6 @@ class FleetWork:
     seed: int
 
 
-# Notes from the coordinator's loop.
-
-
-@dataclass(frozen=True)
-class _Fed:
-    cluster: str
-    window: int
-    batch: int
-    pieces: Sequence[Piece]
-
-
-@dataclass(frozen=True)
-class _Reported:
-    cluster: str
-    stage: int
-    report: Reports
-
-
-@dataclass(frozen=True)
-class _Settled:
-    batch: int
-
-
-@dataclass(frozen=True)
-class _Ended:
-    cluster: str
-    reason: str
-    is_lost: bool
-
-
-@dataclass(frozen=True)
-class _Happened:
-    event: Event
-
-
-_Note = _Fed | _Reported | _Settled | _Ended | _Happened
-
-
-class _Desk:
-    """The `Requester` that the coordinator talks to: answers what is asked at once, and notes the rest."""
-
-    def __init__(self, work: FleetWork, notes: queue.SimpleQueue[_Note]) -> None:
-        self._work, self._notes = work, notes
-
-    def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
-        return self._work.maker.plan(machines, generation)
-
-    def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> Any:
-        return self._work.maker.stages(cluster, profiles)
-
-    def available(self) -> int:
-        return self._work.supply.available()
-
-    def pieces(self, batch: int, count: int) -> list[Piece]:
-        return self._work.supply.take(batch, count)
-
-    def fed(self, cluster: str, window: int, batch: int, pieces: Sequence[Piece]) -> None:
-        self._notes.put(_Fed(cluster, window, batch, pieces))
-
-    def settled(self, batch: int) -> None:
-        self._work.supply.settled(batch)
-        self._notes.put(_Settled(batch))
-
-    def reported(self, cluster: str, stage: int, report: Reports) -> None:
-        self._notes.put(_Reported(cluster, stage, report))
-
-    def ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:
-        self._notes.put(_Ended(cluster, reason, is_lost))
-
-    def weights_path(self, cluster: str, stage: int) -> Path:
-        return self._work.folder / f".part-{cluster}-{stage}.safetensors"
-
-
-@dataclass
-class _Training:
-    """A cluster that is there."""
-
-    plan: LocalPlan
-    record: Record
-    samples: dict[int, int] = field(default_factory=dict)  # of windows on their way
-    fed: int = 0
-    done_samples: int = 0
-    began_s: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    validation: float = math.nan
-    saved: set[int] = field(default_factory=set)
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.done_samples / max(time.monotonic() - self.began_s, 1e-9) if self.began_s else 0.0
-
-    @property
-    def worth(self) -> float:
-        """The smaller the better."""
-        latest = self.losses[-_LATEST:]
-        found = self.validation if not math.isnan(self.validation) else sum(latest) / max(len(latest), 1)
-        return found if latest and not math.isnan(found) else math.inf
-
-    def words(self) -> str:
-        loss = f"loss {self.losses[-1]:.4f}, " if self.losses else ""
-        idle = [f"{bubble(StageMetrics(), m):.0%}" for _, m in sorted(self.record.stages.items())]
-        return f"{self.record.windows_done} updates, {loss}{self.samples_per_s:.1f} samples/s, bubbles {' '.join(idle)}"
-
-
 class FleetRun:
     """Feeds, follows, saves."""
 
@@ -178,9 +72,9 @@ class FleetRun:
         self.evaluations: list[dict[str, float]] = []
         self.result: LocalPlan | None = None
         self.result_stages: dict[int, StageMetrics] = {}
-        self._notes: queue.SimpleQueue[_Note] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
         self._labels = [v.name for v in work.program.outputs]
-        self._clusters: dict[str, _Training] = {}
+        self._clusters: dict[str, ClusterRun] = {}
         self._settled = self._samples = 0
         self._bad: tuple[str, int] | None = None
         self._began = 0.0
@@ -189,12 +83,12 @@ class FleetRun:
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
     ) -> None:
         """Train for `steps` batches, or until the data end. Ctrl-C ends early and saves; a second one at once."""
-        desk = _Desk(self.work, self._notes)
+        desk = Desk(self.work.maker, self.work.supply, self.work.folder, self._notes)
 
         def make() -> Service:
             return Service(
                 self.work.service, desk, run=self.work.name, steps=steps, release=__version__,
-                on_event=lambda event: self._notes.put(_Happened(event)), live=self._live,
+                on_event=lambda event: self._notes.put(Happened(event)), live=self._live,
             )  # fmt: skip
 
         try:
@@ -295,27 +189,27 @@ class FleetRun:
             try:
                 self._handle(note)
             except FrameError as error:  # a node says what cannot be
-                assert isinstance(note, _Reported)
+                assert isinstance(note, Reported)
                 self._blame(note, str(error))
 
-    def _blame(self, note: _Reported, reason: str) -> None:
+    def _blame(self, note: Reported, reason: str) -> None:
         self._serving.soon(lambda coordinator: coordinator.blame(note.cluster, note.stage, reason))
 
-    def _handle(self, note: _Note) -> None:
+    def _handle(self, note: Note) -> None:
         match note:
-            case _Happened(event=event):
+            case Happened(event=event):
                 self._happened(event)
-            case _Settled():
+            case Settled():
                 self._settled += 1
-            case _Ended(cluster=cluster):
+            case Ended(cluster=cluster):
                 self._clusters.pop(cluster, None)
-            case _Fed(cluster=cluster, window=window, pieces=pieces) if cluster in self._clusters:
+            case Fed(cluster=cluster, window=window, pieces=pieces) if cluster in self._clusters:
                 training = self._clusters[cluster]
                 training.fed = window + 1
                 training.samples[window] = sum(piece.samples for piece in pieces if piece.share)
                 for i, piece in enumerate(pieces):
                     training.record.fed(window * training.record.accumulate + i, piece.share)
-            case _Reported(cluster=cluster, stage=stage, report=report) if cluster in self._clusters:
+            case Reported(cluster=cluster, stage=stage, report=report) if cluster in self._clusters:
                 self._reported(cluster, stage, report)
 
     def _happened(self, event: Event) -> None:
@@ -328,7 +222,7 @@ class FleetRun:
             for cluster in event.clusters:
                 plan = self.work.maker.plans[cluster.id]
                 record = Record(self._labels, cluster.accumulate, len(cluster.members))
-                self._clusters[cluster.id] = _Training(plan, record)
+                self._clusters[cluster.id] = ClusterRun(plan, record)
                 self.show.planned(plan, cluster.id)
             self.work.supply.lead = max(4, 2 * len(self._clusters))
             self._write_plans()
@@ -358,7 +252,7 @@ class FleetRun:
             case Saved():
                 training.saved.add(stage)
 
-    def _window_done(self, cluster: str, training: _Training, window: int, means: list[float]) -> None:
+    def _window_done(self, cluster: str, training: ClusterRun, window: int, means: list[float]) -> None:
         samples = training.samples.pop(window)
         training.losses.append(means[0])
         training.done_samples += samples
@@ -374,7 +268,7 @@ class FleetRun:
                      "stages": [msgspec.structs.asdict(m) for m in training.record.stages.values()]})  # fmt: skip
         self.show.update(progress)
 
-    def _evaluated(self, cluster: str, training: _Training, found: dict[str, float]) -> None:
+    def _evaluated(self, cluster: str, training: ClusterRun, found: dict[str, float]) -> None:
         training.validation = found[self._labels[0]]
         self.progress.validation = {name: value for name, value in found.items() if name != "step"}
         self.evaluations.append(found)
@@ -425,7 +319,7 @@ class FleetRun:
         return not any(training.record.is_evaluating for training in self._clusters.values())
 
     def _all_updated(self) -> bool:
-        def end(cluster: str, training: _Training) -> int:
+        def end(cluster: str, training: ClusterRun) -> int:
             return self._bad[1] if self._bad is not None and self._bad[0] == cluster else training.fed
 
         return all(
@@ -457,7 +351,7 @@ class FleetRun:
         )
         if cluster not in self._clusters:
             return False
-        desk_paths = [self.work.folder / f".part-{cluster}-{i}.safetensors" for i in range(wanted)]
-        gather(self.work.program, training.plan.stages, desk_paths, self._model, self.work.seed)
+        parts = [part_path(self.work.folder, cluster, i) for i in range(wanted)]
+        gather(self.work.program, training.plan.stages, parts, self._model, self.work.seed)
         self.result, self.result_stages = training.plan, dict(training.record.stages)
         return True
