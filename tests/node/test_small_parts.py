@@ -81,7 +81,7 @@ def test_a_line_for_each_change() -> None:
     assert lines == [
         "measuring this PC",
         "stage 1 of 3 in cluster c1: loading",
-        "link to anna: punched: dialled 192.0.2.1:7. forward a port",
+        "link to anna: punched: dialled 192.0.2.1:7; forward a port",
         "stage 1 of 3 in cluster c1: ready",
         "training: 1 update",
         "training: 11 updates, 8 microbatches/s",

@@ -43,7 +43,7 @@ class Speaker:
             return
         match report.report:
             case Linked(peer=peer, reason=reason, hint=hint):
-                self.say(f"link to {peer}: {reason}" + (f". {hint}" if hint else ""))
+                self.say(f"link to {peer}: {reason}" + (f"; {hint}" if hint else ""))
             case Ready():
                 self.say(f"{stage_of(part)}: ready")
             case Updated(metrics=metrics):
