@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks import wan_ours
 from benchmarks.report import Report, arguments
+from benchmarks.wan_bystanders import Bystanders
 from benchmarks.wan_task import CPU, HOSTS, STAGES, bound, line_seconds, topology
 from ravnest.testbed import Testbed, missing
 
@@ -38,9 +39,13 @@ def main() -> None:
 
 def measure(report: Report, *, quick: bool) -> None:
     with Testbed(topology()) as bed:
+        others = Bystanders(bed)
         found = rivals(bed, ("1F1B",) if quick else ("1F1B", "GPipe"), steps=1 if quick else 3)
+        busy = [others.cores()]
     with Testbed(topology()) as bed, tempfile.TemporaryDirectory(prefix="ravnest-bench-") as folder:
+        others = Bystanders(bed)
         ours = wan_ours.train(bed, Path(folder), steps=6 if quick else 16)
+        busy.append(others.cores())
     compute_s = [stage["compute_s"] for stage in found]
     most = bound(compute_s)
     rates = {f"torch {name}, gloo": rate for name, rate in found[0]["samples_per_s"].items()}
@@ -53,6 +58,7 @@ def measure(report: Report, *, quick: bool) -> None:
         )  # fmt: skip
     report.check("ours / bound", ours.samples_per_s / most, ">= 0.9")
     report.check("ours / torch 1F1B", ours.samples_per_s / found[0]["samples_per_s"]["1F1B"], "> 1")
+    report.check("cores that others used meanwhile", max(busy), "<= 0.3")
 
 
 def rivals(bed: Testbed, schedules: Sequence[str], steps: int) -> list[dict[str, Any]]:

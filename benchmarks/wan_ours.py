@@ -20,7 +20,7 @@ from ravnest.testbed import Process, Testbed
 PORT = 7700
 WARM_UP = 3  # updates that do not count
 # The first stages have more microbatches in flight. No two pairs of these PCs could hold the model: it takes all four.
-MEMORY = ("535MB", "510MB", "485MB", "440MB")
+MEMORY = ("575MB", "550MB", "525MB", "480MB")
 PATIENCE_S = 120.0
 _RAVNEST = (sys.executable, "-m", "ravnest")
 _JOB = Path(__file__).with_name("wan_job.py")

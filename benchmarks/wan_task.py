@@ -20,9 +20,9 @@ from ravnest.examples.gpt import GPT, GPTConfig
 from ravnest.testbed import HostSpec, Line, Topology
 
 # Few letters, so that the embedding and the head weigh little and stages of one block each are even.
-CONFIG = GPTConfig(vocab=64, context=128, layers=4, width=384, heads=6, dropout=0.0)
+CONFIG = GPTConfig(vocab=64, context=128, layers=4, width=512, heads=8, dropout=0.0)
 STAGES = 4
-SEQUENCES = 4  # a microbatch: 63 ms on the line for what crosses one cut, one way
+SEQUENCES = 3  # a microbatch: 63 ms on the line for what crosses one cut, one way
 MICROBATCHES = 12  # per update
 LR = 1e-3
 
