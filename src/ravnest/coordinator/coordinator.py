@@ -44,6 +44,7 @@ from .events import (
     PlanMade,
 )  # fmt: skip
 from .feeder import Feeder
+from .patience import Patience
 from .people import COORDINATOR
 from .records import LinkRecord
 from .requester import Piece, Requester, StageFiles
@@ -52,7 +53,7 @@ from .state import State, apply
 
 __all__ = ["Coordinator"]
 
-_MOST_REFUSALS = 8  # kinds that are told apart in one beat, so that strangers cannot fill the log
+_MOST_REFUSALS = 8  # kinds that are told apart at a time, so that strangers cannot fill the log
 _REST_S = 0.05  # between two looks: each goes over all nodes, and what happens often happens to many at once
 
 
@@ -67,6 +68,7 @@ class Coordinator:
         *,
         keep: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.time,
+        patience: Patience | None = None,
     ) -> None:
         self.state, self.requester, self.wishes = state, requester, wishes
         self.beat_s = wishes.beat_s
@@ -81,7 +83,8 @@ class Coordinator:
         self._wake = asyncio.Event()
         self._planning: asyncio.Task[None] | None = None
         self._refusals: Counter[tuple[str, str]] = Counter()
-        self._refusals_told_s = 0.0
+        self._telling: asyncio.TimerHandle | None = None
+        self._told_s, self._tell_s = 0.0, (patience or Patience()).tell_s
 
     def now_s(self) -> float:
         """The time of day when we began, and what has passed since: a clock that is set does not matter."""
@@ -97,11 +100,14 @@ class Coordinator:
         self.record(Noted(self.now_s(), text))
 
     def refused(self, address: str, reason: str) -> None:
-        """Somebody was sent away; told once a beat, in one event with others like it."""
+        """Somebody was sent away; told with others like it in one event, and not too often."""
         key = (address.rpartition(":")[0] or address, reason)
         if key not in self._refusals and len(self._refusals) >= _MOST_REFUSALS:
             key = ("many", "for various reasons")
         self._refusals[key] += 1
+        if self._telling is None:
+            wait_s = max(self._told_s + self._tell_s - self.now_s(), 0.0)
+            self._telling = asyncio.get_running_loop().call_later(wait_s, self.tell_refusals)
 
     # deciding
 
@@ -109,14 +115,13 @@ class Coordinator:
         """Decide and act, whenever something has changed or is due. Runs until cancelled."""
         while True:
             self._wake.clear()
-            if self.now_s() >= self._refusals_told_s + self.beat_s:
-                self.tell_refusals()
-            for decision in decide(self.state, self.now_s(), self.wishes):
+            now_s = self.now_s()  # the same for both questions: what falls due in between would be missed
+            for decision in decide(self.state, now_s, self.wishes):
                 self._carry_out(decision)
             await asyncio.sleep(_REST_S)
             if self._wake.is_set():
                 continue
-            wait_s = min(max(next_look_s(self.state, self.now_s(), self.wishes) - self.now_s(), 0.0), 1.0)
+            wait_s = min(max(next_look_s(self.state, now_s, self.wishes) - self.now_s(), 0.0), 1.0)
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
@@ -124,7 +129,9 @@ class Coordinator:
                 pass
 
     def tell_refusals(self) -> None:
-        self._refusals_told_s = self.now_s()
+        if self._telling is not None:
+            self._telling.cancel()
+        self._telling, self._told_s = None, self.now_s()
         refusals, self._refusals = self._refusals, Counter()
         for (address, reason), count in refusals.items():
             self.record(CallerRefused(self.now_s(), address, reason, count))

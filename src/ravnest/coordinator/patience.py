@@ -19,6 +19,7 @@ class Patience:
     body_s: float = 30.0
     send_s: float = 20.0  # for taking one message
     goodbye_s: float = 2.0
+    tell_s: float = 5.0  # between two times that the log tells of those sent away
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -42,6 +42,7 @@ __all__ = ["Office", "make_app"]
 
 _MAX_BODY_BYTES = 64 * 1024
 _CHUNK = bytes(64 * 1024)
+_OTHERS = {int(HTTPStatus.REQUEST_ENTITY_TOO_LARGE): f"its request is over {_MAX_BODY_BYTES} bytes"}
 _MEASURED_AT_ONCE, _MOST_MEASURE_S, _MOST_MEASURE_BYTES = 4, 3.0, 1 << 30
 
 
@@ -107,7 +108,7 @@ def _sentences(coordinator: Coordinator) -> Any:
         except Refusal as refusal:
             reason, status = str(refusal), refusal.status
         except web.HTTPException as error:
-            reason, status = f"{request.method} is not answered there: {error.reason}", error.status
+            reason, status = _OTHERS.get(error.status, "it asked for what is not here"), error.status
         except TimeoutError:
             reason, status = "its request took too long", HTTPStatus.REQUEST_TIMEOUT
         except ValueError as error:

@@ -89,7 +89,9 @@ class Service:
         state, problems = replay(journal)
         self._journal = Journal(journal, on_trouble=self._trouble)
         self._on_event, self._live = on_event, live
-        self.coordinator = Coordinator(state, requester, config.wishes, keep=self._kept, clock=config.clock)
+        self.coordinator = Coordinator(
+            state, requester, config.wishes, keep=self._kept, clock=config.clock, patience=config.patience
+        )
         for problem in problems:
             self.coordinator.note(problem)
         for name in [name for name, node in state.nodes.items() if node.is_present]:
