@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from .coordinator.events import Cluster, Idle
+from .coordinator.planning import form_apart
 from .coordinator.requester import Planned, StageFiles
 from .core.control import NodeProfile
 from .core.schedule import Rule, rules
@@ -24,7 +25,6 @@ from .localplan import LocalPlan, StagePlan
 from .modelfile import write_first_weights
 from .node.orders import Assign
 from .plan.fleet import ClusterPlan, Fleet, Machine
-from .plan.form import form
 from .runtime.roles import roles
 from .runtime.settings import Settings
 
@@ -47,7 +47,7 @@ class ClusterMaker:
         """The best clusters of these machines, whose speeds are in GFLOP/s."""
         timed = self._timed
         fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
-        found = form(timed.task(fleet, whole=self._whole))
+        found = form_apart(timed.task(fleet, whole=self._whole))
         clusters = tuple(
             self._cluster(
                 f"c{generation}{_letter(i)}" if len(found.clusters) > 1 else f"c{generation}", generation, plan

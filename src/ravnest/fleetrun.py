@@ -92,7 +92,8 @@ class FleetRun:
             )  # fmt: skip
 
         try:
-            with Serving(make) as serving, (self.work.folder / "metrics.jsonl").open("w") as log, Interrupt() as stop:
+            listening = Serving(self.work.service.directory, make)
+            with listening as serving, self._open_log() as log, Interrupt() as stop:
                 self._serving, self._log, self._stop = serving, log, stop
                 self.show.invited(serving.ticket)
                 wrong = self._feed_all(batches, steps, validate, every)
@@ -109,6 +110,9 @@ class FleetRun:
                 f"weights before that step are in {self._model}. Try a smaller learning rate, warm-up or clip_norm, "
                 "and look at that batch"
             )
+
+    def _open_log(self) -> IO[str]:
+        return (self.work.folder / "metrics.jsonl").open("w")
 
     _serving: Serving
     _log: IO[str]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from rich.console import Console
 
 from . import __version__
 from .core.config import config, parse_bytes
+from .core.here import host_name
 from .core.ids import check_id
 from .core.units import parse_rate
 from .net.ticket import Ticket
@@ -42,7 +41,7 @@ class Asked:
 
     @property
     def agent(self) -> AgentConfig:
-        ticket, name = Ticket.parse(self.ticket), check_id(self.name) if self.name else _host_name()
+        ticket, name = Ticket.parse(self.ticket), check_id(self.name) if self.name else host_name()
         return AgentConfig(
             ticket=ticket,
             name=name,
@@ -97,9 +96,3 @@ def _on_signals(interrupted: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _host_name() -> str:
-    """What the machine is called, as far as a node may be called so."""
-    host = socket.gethostname().split(".")[0].lower()
-    return re.sub(r"[^a-z0-9_-]", "-", host).lstrip("-_")[:63] or "node"

@@ -7,7 +7,6 @@ own certificate, so only this user has it; it also says where the coordinator li
 from __future__ import annotations
 
 import contextlib
-import os
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import msgspec
 from .coordinator.people import requester_identity
 from .coordinator.status import Status
 from .core.errors import LinkError, RavnestError
+from .core.here import data_directory
 from .net.addresses import Address
 from .net.ticket import Ticket
 from .node.client import Client, member_context, pinned_context
@@ -62,8 +62,7 @@ class Target:
 
 def coordinators_directory() -> Path:
     """Where coordinators of this user keep their files, unless told otherwise: a folder for each port."""
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "ravnest" / "coordinators"
+    return data_directory() / "coordinators"
 
 
 def find_target(text: str | None) -> Target:

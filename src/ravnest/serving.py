@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from .coordinator.coordinator import Coordinator
 from .coordinator.service import Service
+from .core.here import hold
 
 __all__ = ["Serving"]
 
@@ -20,10 +22,15 @@ _CLOSE_S = 20.0
 
 
 class Serving:
-    """A context: inside it the coordinator listens. `make` is called in the loop's thread."""
+    """A context: inside it the coordinator listens. `make` is called in the loop's thread.
 
-    def __init__(self, make: Callable[[], Service]) -> None:
+    The coordinator's directory is held for as long, so that no other coordinator writes to the same journal.
+    """
+
+    def __init__(self, directory: Path, make: Callable[[], Service]) -> None:
         self._make = make
+        busy = f"another coordinator keeps its files in {directory}: end it, or give this one another --coordinator"
+        self._held = hold(directory, busy)
         self._runner = asyncio.Runner()
         self._opened = threading.Event()
         self._closing: asyncio.Event | None = None
@@ -32,9 +39,11 @@ class Serving:
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
     def __enter__(self) -> Serving:
+        self._held.__enter__()
         self._thread.start()
         self._opened.wait(_OPEN_S)
         if self._error is not None:
+            self._held.__exit__(None, None, None)
             raise self._error
         return self
 
@@ -47,6 +56,7 @@ class Serving:
         if closing is not None:
             self._loop.call_soon_threadsafe(closing.set)
         self._thread.join(_CLOSE_S)
+        self._held.__exit__(None, None, None)
 
     def call(self, work: Callable[[Coordinator], T]) -> T:
         """Have the loop do something, and wait for it."""

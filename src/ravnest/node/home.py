@@ -11,13 +11,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..core.errors import RavnestError
+from ..core.here import data_directory, hold
 
 __all__ = ["Home", "default_directory"]
 
@@ -25,12 +23,8 @@ _FINGERPRINT_LETTERS = 8
 
 
 def default_directory() -> Path:
-    """Where nodes are kept, as this system has it."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
-    else:
-        base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return Path(base) / "ravnest" / "nodes"
+    """Where nodes are kept."""
+    return data_directory() / "nodes"
 
 
 class Home:
@@ -45,18 +39,8 @@ class Home:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Ours alone; nothing of an earlier part is left in it, before and after."""
-        try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = (self.directory / "lock").open("a")
-        except OSError as error:
-            raise RavnestError(f"cannot keep anything in {self.directory}: {error}") from error
-        with file:
-            try:
-                _lock(file.fileno())
-            except OSError:
-                raise RavnestError(
-                    f"another agent works in {self.directory}: end it, or give this one another --name"
-                ) from None
+        busy = f"another agent works in {self.directory}: end it, or give this one another --name"
+        with hold(self.directory, busy):
             self._clear()
             self.log.write_bytes(b"")
             try:
@@ -87,15 +71,3 @@ class Home:
 
     def _clear(self) -> None:
         shutil.rmtree(self._parts, ignore_errors=True)
-
-
-def _lock(fd: int) -> None:
-    """Until the file is closed or the process is gone; `OSError` if somebody has it."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

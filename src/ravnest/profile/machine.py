@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +9,7 @@ import torch
 
 from ..core.config import config, format_bytes, require
 from ..core.errors import RavnestError
+from ..core.here import host_name
 from ..core.ids import check_id
 from .line import Line, measure_line
 from .memory import Memory, device_memory
@@ -72,7 +71,7 @@ def measure_machine(
     With a `job` the speed is of its program; with a `peer` that answers (`Answerer`) the line to it is measured too,
     for `line_s` in each direction.
     """
-    offer, name = offer or Offer(), check_id(name) if name else _host_name()
+    offer, name = offer or Offer(), check_id(name) if name else host_name()
     cores = usable_cores()
     require((offer.threads or 1) <= max(1.0, cores), f"{offer.threads} threads, but {cores:g} cores may be used here")
     threads = offer.threads or max(1, int(cores))
@@ -110,9 +109,3 @@ def _lent(memory: Memory, wanted_bytes: int | None) -> int:
             f"{format_bytes(LEAST_BYTES)} are the least: close something"
         )
     return min(memory.usable_bytes, wanted_bytes or memory.usable_bytes)
-
-
-def _host_name() -> str:
-    """What the machine is called, as far as a node may be called so."""
-    host = socket.gethostname().split(".")[0].lower()
-    return re.sub(r"[^a-z0-9_-]", "-", host).lstrip("-_")[:63] or "node"
