@@ -1,10 +1,10 @@
-"""A GPT in four stages over home lines: ours against torch's schedules over gloo and against what no pipeline can beat.
+"""A GPT in stages over home lines: ours against torch's schedules over gloo and against what no pipeline can beat.
 
-Four PCs of the testbed, each with a share of a core and a line of 100 Mbit/s up and down; any two are 25 ms apart, one
-way. A stage computes for about as long as its line is busy (`wan_task`), so whoever does one after the other, or waits
-for answers, takes twice as long or more. All train the same model on the same batches with as many microbatches an
-update: torch in plain TCP, ours in TLS, by `ravnest train --listen` and `ravnest join`. The seconds of the bound are
-measured in the same run, stage by stage, each alone.
+Four PCs of the testbed (two for --quick), each with a share of a core and a line of 100 Mbit/s up and down; any two are
+25 ms apart, one way. What crosses a cut takes 63 ms on the line, a stage computes about twice as long as its line is
+busy (`wan_task`): whoever does one after the other, or waits for answers, loses. All train the same model on the same
+batches with as many microbatches an update: torch in plain TCP, ours in TLS, by `ravnest train --listen` and `ravnest
+join`. The seconds of the bound are measured in the same run, stage by stage, each alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import wan_ours
 from benchmarks.report import Report, arguments
 from benchmarks.wan_bystanders import Bystanders
-from benchmarks.wan_task import CPU, HOSTS, STAGES, bound, line_seconds, topology
+from benchmarks.wan_task import CORES, bound, hosts, line_seconds, topology
 from ravnest.testbed import Testbed, missing
 
 PATIENCE_S = 300.0
@@ -28,23 +28,25 @@ PATIENCE_S = 300.0
 
 def main() -> None:
     options = arguments(__doc__).parse_args()
-    report = Report(f"wan: a GPT in {STAGES} stages, {CPU:g} cores each, lines of 100 Mbit/s, 25 ms apart")
+    stages = 2 if options.quick else 4
+    cores = f"{CORES / stages:g} cores each"
+    report = Report(f"wan: a GPT in {stages} stages, {cores}, lines of 100 Mbit/s, 25 ms apart")
     lacking = missing()
     if lacking:
         report.rows.append({"who": f"not measured: this machine cannot have a testbed, it lacks {'; '.join(lacking)}"})
     else:
-        measure(report, quick=options.quick)
+        measure(report, stages, quick=options.quick)
     report.finish(options.json)
 
 
-def measure(report: Report, *, quick: bool) -> None:
-    with Testbed(topology()) as bed:
+def measure(report: Report, stages: int, *, quick: bool) -> None:
+    with Testbed(topology(stages)) as bed:
         others = Bystanders(bed)
-        found = rivals(bed, ("1F1B",) if quick else ("1F1B", "GPipe"), steps=1 if quick else 3)
+        found = rivals(bed, stages, ("1F1B",) if quick else ("1F1B", "GPipe"), steps=1 if quick else 3)
         busy = [others.cores()]
-    with Testbed(topology()) as bed, tempfile.TemporaryDirectory(prefix="ravnest-bench-") as folder:
+    with Testbed(topology(stages)) as bed, tempfile.TemporaryDirectory(prefix="ravnest-bench-") as folder:
         others = Bystanders(bed)
-        ours = wan_ours.train(bed, Path(folder), steps=6 if quick else 16)
+        ours = wan_ours.train(bed, Path(folder), stages, steps=7 if quick else 16)
         busy.append(others.cores())
     compute_s = [stage["compute_s"] for stage in found]
     most = bound(compute_s)
@@ -53,7 +55,7 @@ def measure(report: Report, *, quick: bool) -> None:
         report.rows.append({"who": who, "samples/s": rate, "of the bound": rate / most})
     for stage, seconds in enumerate(compute_s):
         report.rows.append(
-            {"stage": stage, "compute, ms": 1e3 * seconds, "line, ms": 1e3 * line_seconds(stage),
+            {"stage": stage, "compute, ms": 1e3 * seconds, "line, ms": 1e3 * line_seconds(stage, stages),
              "idle in ours": ours.bubbles[stage]}
         )  # fmt: skip
     report.check("ours / bound", ours.samples_per_s / most, ">= 0.9")
@@ -61,15 +63,13 @@ def measure(report: Report, *, quick: bool) -> None:
     report.check("cores that others used meanwhile", max(busy), "<= 0.3")
 
 
-def rivals(bed: Testbed, schedules: Sequence[str], steps: int) -> list[dict[str, Any]]:
+def rivals(bed: Testbed, stages: int, schedules: Sequence[str], steps: int) -> list[dict[str, Any]]:
     """What the process of each host found: see `wan_rival`."""
-    master = bed.address(HOSTS[0])
-    command = [sys.executable, "-m", "benchmarks.wan_rival", "--master", master, "--steps", str(steps)]
+    command = [sys.executable, "-m", "benchmarks.wan_rival", "--stages", str(stages), "--steps", str(steps)]
+    command += ["--master", bed.address(hosts(stages)[0]), "--schedules", *schedules]
     processes = [
-        bed.hosts[host].run(
-            [*command, "--rank", str(rank), "--schedules", *schedules], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for rank, host in enumerate(HOSTS)
+        bed.hosts[host].run([*command, "--rank", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank, host in enumerate(hosts(stages))
     ]
     said = [process.communicate(timeout=PATIENCE_S) for process in processes]
     for process, (_, errors) in zip(processes, said, strict=True):

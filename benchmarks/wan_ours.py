@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.wan_task import HOSTS, MICROBATCHES, REQUESTER, SEQUENCES, STAGES
+from benchmarks.wan_task import MICROBATCHES, REQUESTER, SEQUENCES, hosts
 from ravnest.testbed import Process, Testbed
 
 PORT = 7700
 WARM_UP = 3  # updates that do not count
-# The first stages have more microbatches in flight. No two pairs of these PCs could hold the model: it takes all four.
-MEMORY = ("575MB", "550MB", "525MB", "480MB")
+# The first stages have more microbatches in flight. No two pairs of four PCs could hold the model: it takes all four.
+MEMORY = {2: ("1GB", "1GB"), 4: ("575MB", "550MB", "525MB", "480MB")}
+JOBS = {2: "wan_quick_job.py", 4: "wan_job.py"}
 PATIENCE_S = 120.0
 _RAVNEST = (sys.executable, "-m", "ravnest")
-_JOB = Path(__file__).with_name("wan_job.py")
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,16 @@ class Ours:
     bubbles: tuple[float, ...]
 
 
-def train(bed: Testbed, folder: Path, steps: int) -> Ours:
+def train(bed: Testbed, folder: Path, stages: int, steps: int) -> Ours:
     """Have the requester's job trained by those who join."""
-    run = folder / "run"
-    command = [*_RAVNEST, "train", str(_JOB), "--listen", f"0.0.0.0:{PORT}", "--min-nodes", str(STAGES), "--wait", "1s"]
+    run, job = folder / "run", Path(__file__).with_name(JOBS[stages])
+    command = [*_RAVNEST, "train", str(job), "--listen", f"0.0.0.0:{PORT}", "--min-nodes", str(stages), "--wait", "1s"]
     command += ["--steps", str(steps), "--folder", str(run), "--coordinator", str(folder / "coordinator")]
     training = _start(bed, REQUESTER, command, folder)
     ticket = _ticket(training, folder)
-    joined = [_join(bed, host, memory, ticket, folder) for host, memory in zip(HOSTS, MEMORY, strict=True)]
+    joined = [
+        _join(bed, host, memory, ticket, folder) for host, memory in zip(hosts(stages), MEMORY[stages], strict=True)
+    ]
     try:
         if training.wait(PATIENCE_S + 2 * steps) != 0:
             raise RuntimeError(
@@ -50,17 +52,17 @@ def train(bed: Testbed, folder: Path, steps: int) -> Ours:
     finally:
         for process in joined:
             bed.kill(process)
-    return account([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+    return account(stages, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
 
 
-def account(lines: Sequence[dict[str, Any]]) -> Ours:
+def account(stages: int, lines: Sequence[dict[str, Any]]) -> Ours:
     """Between the warm-up and the last window but one (then the pipe drains)."""
     updates = [line for line in lines if "stages" in line]
     first, last = updates[WARM_UP - 1], updates[-2]
     samples = (last["step"] - first["step"]) * MICROBATCHES * SEQUENCES
     early, late = ({m["stage"]: m for m in line["stages"]} for line in (first, last))
-    if len(late) != STAGES:
-        raise RuntimeError(f"the model was trained in {len(late)} stages, not {STAGES}")
+    if len(late) != stages:
+        raise RuntimeError(f"the model was trained in {len(late)} stages, not {stages}")
     bubbles = []
     for stage, now in sorted(late.items()):
         busy_s, idle_s = (now[name] - early[stage][name] for name in ("steady_busy_s", "idle_s"))

@@ -1,6 +1,6 @@
 """Torch's schedules over gloo, one process on each host of the testbed: what ours is measured against over home lines.
 
-    python -m benchmarks.wan_rival --rank 0 --master ADDRESS --steps 4 --schedules 1F1B GPipe
+    python -m benchmarks.wan_rival --rank 0 --stages 4 --master ADDRESS --steps 3 --schedules 1F1B GPipe
 
 Each process first times its own stage while the others wait: the seconds of the bound. Then all train together. Prints
 one line of JSON: `compute_s` of this stage for a microbatch, `samples_per_s` of all by schedule.
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rivals import Part
-from benchmarks.wan_task import CONFIG, LR, MICROBATCHES, SEQUENCES, STAGES, make_batch, make_part
+from benchmarks.wan_task import CONTEXT, LR, MICROBATCHES, SEQUENCES, WIDTH, make_batch, make_part
 from ravnest.examples.gpt import next_token_loss
 from ravnest.testbed.namespaces import DEVICE
 
@@ -32,10 +32,10 @@ WARM_UP = 1  # steps of the schedule that do not count
 WARM_UP_MICROBATCHES = 3
 
 
-def time_stage(part: Part, stage: int, microbatches: int) -> float:
+def time_stage(part: Part, microbatches: int) -> float:
     """Seconds for forward and backward of a microbatch, with nobody else at work."""
     ids, targets = make_batch(1)
-    x = ids if stage == 0 else torch.randn(SEQUENCES, CONFIG.context, CONFIG.width, requires_grad=True)
+    x = ids if part.begins else torch.randn(SEQUENCES, CONTEXT, WIDTH, requires_grad=True)
     found = []
     for _ in range(WARM_UP_MICROBATCHES + microbatches):
         began_s = time.perf_counter()
@@ -53,16 +53,16 @@ def _forward_backward(part: Part, x: Tensor, targets: Tensor) -> None:
         y.backward(torch.ones_like(y))
 
 
-def make_step(name: str, part: Part, rank: int) -> Callable[[], None]:
+def make_step(name: str, part: Part, rank: int, stages: int) -> Callable[[], None]:
     """One update by a schedule of torch."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    stage = PipelineStage(part, rank, STAGES, torch.device("cpu"))
+    stage = PipelineStage(part, rank, stages, torch.device("cpu"))
     schedule: Any = schedules.get_schedule_class(name)(stage, MICROBATCHES, loss_fn=next_token_loss)
     optimizer = torch.optim.AdamW(part.parameters(), lr=LR)
     x, y = make_batch()
-    args = (x,) if rank == 0 else ()
-    kwargs: dict[str, Any] = {"target": y, "losses": []} if rank == STAGES - 1 else {}
+    args = (x,) if part.begins else ()
+    kwargs: dict[str, Any] = {"target": y, "losses": []} if part.ends else {}
 
     def step() -> None:
         optimizer.zero_grad()
@@ -87,6 +87,7 @@ def time_steps(step: Callable[[], None], steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--master", required=True, help="the address of the first host")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--schedules", nargs="+", required=True)
@@ -94,13 +95,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR=options.master, MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME=DEVICE)
-    dist.init_process_group("gloo", rank=options.rank, world_size=STAGES)
-    part, compute_s = make_part(options.rank), 0.0
-    for turn in range(STAGES):
-        if turn == options.rank:
-            compute_s = time_stage(part, turn, microbatches=4 * options.steps)
+    rank, stages = options.rank, options.stages
+    dist.init_process_group("gloo", rank=rank, world_size=stages)
+    part, compute_s = make_part(rank, stages), 0.0
+    for turn in range(stages):
+        if turn == rank:
+            compute_s = time_stage(part, microbatches=4 * options.steps)
         dist.barrier()
-    samples_per_s = {name: time_steps(make_step(name, part, options.rank), options.steps) for name in options.schedules}
+    samples_per_s = {name: time_steps(make_step(name, part, rank, stages), options.steps) for name in options.schedules}
     sys.stdout.write(json.dumps({"compute_s": compute_s, "samples_per_s": samples_per_s}) + "\n")
     dist.destroy_process_group()
 

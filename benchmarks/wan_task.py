@@ -15,55 +15,68 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import ravnest
 from benchmarks.rivals import Part
-from ravnest.examples.gpt import GPT, GPTConfig
+from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.testbed import HostSpec, Line, Topology
 
-# Few letters, so that the embedding and the head weigh little and stages of one block each are even.
-CONFIG = GPTConfig(vocab=64, context=128, layers=4, width=512, heads=8, dropout=0.0)
-STAGES = 4
+VOCAB, CONTEXT, WIDTH, HEADS = 64, 128, 512, 8  # few letters: the head weighs little, so stages of a block are even
 SEQUENCES = 3  # a microbatch: 63 ms on the line for what crosses one cut, one way
 MICROBATCHES = 12  # per update
 LR = 1e-3
 
 RATE_BYTES_PER_S = 12.5e6  # 100 Mbit/s, up and down
 DELAY_S = 0.025  # one way, from any PC to any other
-CPU = 0.4  # of a core for each host: a stage computes for about as long as its line is busy
-HOSTS = tuple(f"pc-{i}" for i in range(STAGES))
+CORES = 1.6  # of all PCs together: of two, what is left is for the wires between them and for the requester
 REQUESTER = "requester"
 
 
-def topology() -> Topology:
-    """Four PCs with a line and a share of a core each, and the requester in their middle, without limits."""
+def hosts(stages: int) -> tuple[str, ...]:
+    return tuple(f"pc-{i}" for i in range(stages))
+
+
+def topology(stages: int) -> Topology:
+    """PCs with a line and a share of a core each, and the requester in their middle, without limits."""
     line = Line(up_bytes_per_s=RATE_BYTES_PER_S, down_bytes_per_s=RATE_BYTES_PER_S, delay_s=DELAY_S / 2)
-    hosts = (HostSpec(name=name, line=line, cpu=CPU) for name in HOSTS)
-    return Topology(hosts=(HostSpec(name=REQUESTER), *hosts))
+    pcs = (HostSpec(name=name, line=line, cpu=CORES / stages) for name in hosts(stages))
+    return Topology(hosts=(HostSpec(name=REQUESTER), *pcs))
 
 
-def make_part(stage: int) -> Part:
-    """The same weights whoever makes them, in stages of equally many blocks."""
+def make_model(stages: int) -> GPT:
+    """A block for each stage."""
+    return GPT(GPTConfig(vocab=VOCAB, context=CONTEXT, layers=stages, width=WIDTH, heads=HEADS, dropout=0.0))
+
+
+def make_part(stage: int, stages: int) -> Part:
+    """The same weights whoever makes them."""
     torch.manual_seed(0)
-    model, blocks = GPT(CONFIG), CONFIG.layers // STAGES
-    return Part(model, stage * blocks, (stage + 1) * blocks)
+    return Part(make_model(stages), stage, stage + 1)
 
 
 def make_batch(microbatches: int = MICROBATCHES, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, CONFIG.vocab, (microbatches * SEQUENCES, CONFIG.context), generator=generator)
+    ids = torch.randint(0, VOCAB, (microbatches * SEQUENCES, CONTEXT), generator=generator)
     return ids, ids.roll(-1, 1)
 
 
-def cut_bytes() -> int:
-    """What crosses a cut between two blocks, one way, for a microbatch."""
-    return SEQUENCES * CONFIG.context * CONFIG.width * 4
+def make_job(stages: int) -> ravnest.Job:
+    return ravnest.Job(
+        model=lambda: make_model(stages),
+        loss=next_token_loss,
+        optimizer=ravnest.AdamW(LR),
+        data=[make_batch(seed=seed) for seed in range(4)],
+        name="wan",
+        training=ravnest.Training(accumulate=MICROBATCHES),
+    )
 
 
-def line_seconds(stage: int) -> float:
-    """How long the busier direction of a stage's line takes for a microbatch."""
-    up = down = (stage > 0) + (stage < STAGES - 1)  # to and from each neighbour
-    return max(up, down) * cut_bytes() / RATE_BYTES_PER_S
+def line_seconds(stage: int, stages: int) -> float:
+    """How long either direction of a stage's line takes for a microbatch."""
+    neighbours = (stage > 0) + (stage < stages - 1)
+    return neighbours * SEQUENCES * CONTEXT * WIDTH * 4 / RATE_BYTES_PER_S
 
 
 def bound(compute_s: Sequence[float]) -> float:
     """Samples per second that no pipeline of these stages can beat."""
-    return SEQUENCES / max(max(compute_s), *(line_seconds(stage) for stage in range(STAGES)))
+    stages = len(compute_s)
+    return SEQUENCES / max(*compute_s, *(line_seconds(stage, stages) for stage in range(stages)))
