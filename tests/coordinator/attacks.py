@@ -232,8 +232,12 @@ class Caller:
     async def rest(self) -> bytes:
         """All that comes until the other side ends it, which it must."""
         heard = bytearray()
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
+        try:
             async with asyncio.timeout(PATIENCE_S):
                 while data := await self.reader.read(1 << 16):
                     heard += data
+        except TimeoutError:
+            raise AssertionError(f"nobody ended this connection, on which was heard: {heard!r}") from None
+        except OSError:  # which is one way to end it
+            pass
         return bytes(heard)

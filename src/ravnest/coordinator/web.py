@@ -38,7 +38,8 @@ class WebPort:
         app.middlewares.append(self._heed())
         self._runner = web.AppRunner(
             app, access_log=None, logger=_told(on_refused, on_error), keepalive_timeout=_KEEPALIVE_S,
-            handle_signals=False, auto_decompress=False,  # a few bytes could become gigabytes
+            lingering_time=request_s, handle_signals=False,
+            auto_decompress=False,  # a few bytes could become gigabytes
         )  # fmt: skip
 
     async def open(self) -> None:
