@@ -54,6 +54,7 @@ from .state import State, apply
 __all__ = ["Coordinator"]
 
 _MOST_REFUSALS = 8  # kinds that are told apart at a time, so that strangers cannot fill the log
+_GATHER_S = 0.25  # a mishap that frees some nodes often frees more: all of them are planned together
 _REST_S = 0.05  # between two looks: each goes over all nodes, and what happens often happens to many at once
 
 
@@ -143,9 +144,15 @@ class Coordinator:
             case EndCluster(cluster=cluster, reason=reason, blamed=blamed):
                 if (live := self.clusters.get(cluster)) is not None:
                     self._broken(live, reason, blamed)
-            case MakePlan(nodes=nodes):
+            case MakePlan():
                 if not self.is_ending and (self._planning is None or self._planning.done()):
-                    self._planning = asyncio.get_running_loop().create_task(self._plan(nodes))
+                    self._planning = asyncio.get_running_loop().create_task(self._plan_soon())
+
+    async def _plan_soon(self) -> None:
+        await asyncio.sleep(_GATHER_S)
+        for decision in decide(self.state, self.now_s(), self.wishes):
+            if isinstance(decision, MakePlan):
+                await self._plan(decision.nodes)
 
     async def _plan(self, nodes: Sequence[str]) -> None:
         began = self.now_s()

@@ -50,6 +50,9 @@ class Session:
         self._socket, self._transport, self._patience = socket, request.transport, patience
         self._waiting: asyncio.Queue[Told] = asyncio.Queue(_WAITING)
         self._ending: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._heard_s, self._silence_s = self._loop.time(), patience.hello_s
+        self._watching = self._loop.call_later(patience.hello_s, self._look)
 
     @property
     def is_open(self) -> bool:
@@ -87,13 +90,27 @@ class Session:
         except (ConnectionError, TimeoutError, RuntimeError) as error:
             self.end(f"it takes no messages: {error or 'it is too slow'}")
 
-    async def hear(self, within_s: float) -> Said:
+    def allow_silence(self, silence_s: float) -> None:
+        """From now on it must be heard so often."""
+        self._silence_s = silence_s
+        self._watching.cancel()
+        self._look()
+
+    def _look(self) -> None:
+        """End it if it is silent for too long. One timer serves many messages: one for each would double their cost."""
+        left_s = self._heard_s + self._silence_s - self._loop.time()
+        if left_s > 0:
+            self._watching = self._loop.call_later(left_s, self._look)
+        else:
+            self.end(f"nothing was heard for {self._silence_s:g} s")
+
+    def unwatch(self) -> None:
+        self._watching.cancel()
+
+    async def hear(self) -> Said:
         """The next message; raises `FrameError` for what is none, `LinkClosed` at the end."""
-        try:
-            async with asyncio.timeout(within_s):
-                message = await self._socket.receive()
-        except TimeoutError:
-            raise LinkClosed(f"nothing was heard for {within_s:g} s") from None
+        message = await self._socket.receive()
+        self._heard_s = self._loop.time()
         if self._ending is not None:
             raise LinkClosed(self._ending)
         if message.type is WSMsgType.BINARY:
@@ -118,19 +135,21 @@ async def converse(
     sending = asyncio.create_task(session.send_all())
     has_arrived, reason = False, "the connection ended"
     try:
-        hello = await session.hear(patience.hello_s)
+        hello = await session.hear()
         if not isinstance(hello, Hello):
             raise FrameError("it did not say hello first")
         desk.arrived(session, hello)
         has_arrived = True
+        session.allow_silence(3 * desk.beat_s)
         while True:
-            desk.heard(session, await session.hear(3 * desk.beat_s))
+            desk.heard(session, await session.hear())
     except LinkClosed as error:
         reason = str(error)
     except (FrameError, ValueError) as error:  # what it said is wrong: it is told so
         reason = str(error)
         session.dismiss(reason, again=True)
     finally:
+        session.unwatch()
         if has_arrived:
             desk.left(session, reason)
         else:
