@@ -91,8 +91,9 @@ def join_all(row: Row, service: Child, agents: Child, lengths: Lengths) -> None:
 
 
 def beats(row: Row, service: Child, agents: Child, lengths: Lengths) -> None:
-    row["beats cpu %"] = 100 * _cpu_per_s(service, lengths.beats_s)
-    row["beat us"] = 1e4 * row["beats cpu %"] * lengths.beat_s / row["agents"]
+    cpu_s, seconds = _cpu_over(service, lengths.beats_s)
+    row["beats cpu %"] = 100 * cpu_s / seconds
+    row["beat us"] = 1e6 * cpu_s / (row["agents"] * seconds / lengths.beat_s)
     row["kB per node"] = (service.memory_bytes() - row["empty bytes"]) / row["agents"] / 1e3
 
 
@@ -109,9 +110,9 @@ def leases(row: Row, service: Child, agents: Child, lengths: Lengths) -> None:
     agents.ask("pace", seconds=row["clusters"] / wanted / _ACCUMULATE)
     _until(service, lambda f: f["leases"]["settled"] >= row["clusters"])  # a first round, in which all march in step
     agents.ask("forget")
-    row["leases cpu %"] = 100 * _cpu_per_s(service, lengths.leases_s)
+    cpu_s, seconds = _cpu_over(service, lengths.leases_s)
     facts = agents.ask("facts")
-    row["leases/s"] = facts["leases"] / lengths.leases_s
+    row["leases cpu %"], row["leases/s"] = 100 * cpu_s / seconds, facts["leases"] / seconds
     row["lease p50 ms"], row["lease p99 ms"] = 1e3 * facts["p50_s"], 1e3 * facts["p99_s"]
     row["lease cpu ms"] = 10 * (row["leases cpu %"] - row["beats cpu %"]) / row["leases/s"]
 
@@ -119,9 +120,10 @@ def leases(row: Row, service: Child, agents: Child, lengths: Lengths) -> None:
 def flood(row: Row, service: Child, agents: Child, lengths: Lengths) -> None:
     agents.ask("pace", seconds=0.0)
     agents.ask("forget")
-    row["flood cpu %"] = 100 * _cpu_per_s(service, lengths.flood_s)
-    row["most leases/s"] = agents.ask("facts")["leases"] / lengths.flood_s
-    row["flood lease cpu ms"] = 10 * row["flood cpu %"] / row["most leases/s"]
+    cpu_s, seconds = _cpu_over(service, lengths.flood_s)
+    leases = agents.ask("facts")["leases"]
+    row["flood cpu %"], row["most leases/s"] = 100 * cpu_s / seconds, leases / seconds
+    row["flood lease cpu ms"] = 1e3 * cpu_s / leases
     agents.ask("pace", seconds=row["clusters"] / (row["agents"] * _LEASES_PER_AGENT_S) / _ACCUMULATE)
 
 
@@ -162,17 +164,16 @@ def floor_beats(row: Row, home: Path, agents: Child, lengths: Lengths) -> None:
         empty_bytes, count = floor.memory_bytes(), row["agents"] - row["vanished"]
         agents.ask("visit", port=port)
         before = floor.ask("facts")
-        share = _cpu_per_s(floor, lengths.beats_s)
-        heard = floor.ask("facts")["heard"] - before["heard"]
-        row["floor beat us"] = 1e6 * share * lengths.beats_s / heard
+        cpu_s, _ = _cpu_over(floor, lengths.beats_s)
+        row["floor beat us"] = 1e6 * cpu_s / (floor.ask("facts")["heard"] - before["heard"])
         row["floor kB per node"] = (floor.memory_bytes() - empty_bytes) / count / 1e3
 
 
-def _cpu_per_s(child: Child, seconds: float) -> float:
-    """CPU seconds per second that a process uses over this time."""
+def _cpu_over(child: Child, seconds: float) -> tuple[float, float]:
+    """CPU seconds that a process uses over about this time, and the time it really was."""
     before, began = child.ask("facts")["cpu_s"], time.monotonic()
     time.sleep(seconds)
-    return float((child.ask("facts")["cpu_s"] - before) / (time.monotonic() - began))
+    return child.ask("facts")["cpu_s"] - before, time.monotonic() - began
 
 
 def _until(service: Child, is_so: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
