@@ -15,8 +15,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ravnest.coordinator.people import requester_identity
-from ravnest.core.control import Desired, Goodbye, Welcome
+from ravnest.core.control import Desired, Goodbye, Report, Welcome
 from ravnest.core.errors import LinkError
+from ravnest.core.orders import Failed
 from ravnest.net.addresses import Address
 from ravnest.net.hello import FEED_PROTOCOL, RELAY_PROTOCOL, Observe, encode_note
 from ravnest.net.identity import Identity, make_key, make_request, save_identity
@@ -219,6 +220,20 @@ def test_a_kicked_node_is_out_for_good_and_the_others_form_anew(tmp_path: Path) 
             await found.says(f"cluster {part.cluster} is lost", "bob was kicked")
             await found.trains()
             assert found.cluster_of("ann").plan.members == ("ann", "carl")
+
+    run(test())
+
+
+def test_a_kicked_node_that_talks_on_is_not_heard(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with at_work(tmp_path, ("ann", "bob", "carl")) as found:
+            bob = found.guests["bob"]
+            for _ in range(3):
+                await bob.say(Report(bob.part.generation, Failed("a last word")))  # it is on its way ...
+            found.coordinator.kick("bob", "it was rude")  # ... when this happens
+            await bob.ended()
+            assert [told.again for told in bob.told if isinstance(told, Goodbye)] == [False]
+            assert not any("a last word" in said for said in found.words)
 
     run(test())
 

@@ -106,6 +106,10 @@ def test_a_root_that_dials_again_before_it_is_fed_has_the_newer_line(tmp_path: P
 # Files and bodies.
 
 
+def partial_files(directory: Path) -> int:
+    return sum(name.endswith(".partial") for name in os.listdir(directory))
+
+
 async def stream(num_bytes: int) -> AsyncIterator[bytes]:
     """Without saying how long it will be."""
     for _ in range(0, num_bytes, 100):
@@ -131,8 +135,28 @@ def test_weights_that_are_too_many_or_not_its_own_are_refused(tmp_path: Path) ->
                     *(client.ask("PUT", f"/v1/weights/{generation}/0", data=letter * 1000) for letter in (b"a", b"b"))
                 )
             assert path.read_bytes() in (b"a" * 1000, b"b" * 1000)
-            assert not any(name.endswith(".partial") for name in os.listdir(tmp_path))
+            assert partial_files(tmp_path) == 0
             await found.says("refused 127.0.0.1", "more than the 1000 bytes that belong to this stage")
+
+    run(test())
+
+
+def test_weights_of_a_cluster_that_ended_meanwhile_are_not_kept(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with at_work(tmp_path, ("ann", "bob", "carl")) as found:
+            ann = found.guests["ann"]
+
+            async def half_then_half() -> AsyncIterator[bytes]:
+                yield bytes(10)
+                await found.until(lambda: partial_files(tmp_path) == 1, "the first half is there")
+                found.coordinator.kick("ann", "it was slow")
+                yield bytes(10)
+
+            async with Client(found.address, member_context(ann.identity)) as client:
+                with pytest.raises(Refused, match="cluster c1-0 is no more"):
+                    await client.ask("PUT", "/v1/weights/1/0", data=half_then_half())
+            assert partial_files(tmp_path) == 0
+            assert "c1-0-0" not in os.listdir(tmp_path)
 
     run(test())
 

@@ -112,7 +112,7 @@ def test_results_of_evaluations_that_never_were_are_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        (bytes(MAX_MESSAGE_BYTES + 1), "cannot be read"),
+        (msgspec.msgpack.encode(msgspec.structs.replace(HELLO, release="x" * MAX_MESSAGE_BYTES)), "cannot be read"),
         (b"\xc1garbage", "cannot be read"),
         (b"\x91" * 100_000, "cannot be read"),
         (msgspec.msgpack.encode({"type": "Goodbye", "reason": ""}), "cannot be read"),
