@@ -1,0 +1,201 @@
+"""How numbers travel: as they are, in two bytes, or in one; what a lossy form loses is added to the next that is sent.
+
+    fp32    4 bytes an element, exact
+    bf16    2 bytes, rounded to nearest:                  |error| <= |v| / 2**8
+    int8    1 byte and a float32 scale for each 256:      |error| <= max |v| of the block / 254
+
+Error feedback: v = value + residual is encoded and residual' = v - decoded. The sum of all that was ever sent is then
+the sum of all that should have been, less one residual: over many rounds the mean error goes to 0.
+
+In a ring of C members a sum is encoded at most C times, so the error of a result is at most C times the above, for
+v = the sum of the absolute contributions (and a little for the growth of v by earlier errors): `error_bound`.
+A piece of less than a block has too little to save and travels as fp32 in the codec int8.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ravnest.core.config import require
+
+__all__ = ["BLOCK", "CODECS", "Bytes", "Codec", "Desk", "Floats", "find_codec", "is_finite"]
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+BLOCK = 256
+_TINY = np.float32(1e-36)  # a scale below this would have no inverse; such numbers are sent as 0 and kept as residual
+
+
+class Desk:
+    """Scratch memory of one thread: grows to the largest piece and stays."""
+
+    def __init__(self) -> None:
+        self._floats: list[Floats] = [np.empty(0, np.float32) for _ in range(3)]
+
+    def floats(self, which: int, num_elements: int) -> Floats:
+        if self._floats[which].size < num_elements:
+            self._floats[which] = np.empty(num_elements, np.float32)
+        return self._floats[which][:num_elements]
+
+    def wire(self, num_bytes: int) -> Bytes:
+        """Memory for an encoded piece; it is not among the `floats` 0 and 1."""
+        return self.floats(2, -(-num_bytes // 4)).view(np.uint8)[:num_bytes]
+
+
+class Codec(Protocol):
+    """A form in which pieces travel."""
+
+    name: str
+    is_lossless: bool
+
+    def wire_bytes(self, num_elements: int) -> int:
+        """Bytes of an encoded piece: never more than 4 an element."""
+
+    def encode(self, values: Floats, residual: Floats, wire: Bytes, desk: Desk) -> None:
+        """Encode `values` + `residual`; what that loses becomes the residual."""
+
+    def decode(self, wire: Bytes, values: Floats) -> None: ...
+
+    def is_finite(self, wire: Bytes, num_elements: int) -> bool:
+        """Whether all numbers of an encoded piece are finite."""
+
+    def error_bound(self, num_members: int, magnitude: float) -> float:
+        """The most that an element of a result can be off, without residuals of earlier rounds and float32 rounding.
+
+        `magnitude` is the weighted sum of the absolute contributions: the element's own, for int8 its block's largest.
+        """
+
+
+class Float32:
+    """As they are."""
+
+    name = "fp32"
+    is_lossless = True
+
+    def wire_bytes(self, num_elements: int) -> int:
+        return 4 * num_elements
+
+    def encode(self, values: Floats, residual: Floats, wire: Bytes, desk: Desk) -> None:
+        np.add(values, residual, out=wire.view(np.float32))
+        residual.fill(0)
+
+    def decode(self, wire: Bytes, values: Floats) -> None:
+        np.copyto(values, wire.view(np.float32))
+
+    def is_finite(self, wire: Bytes, num_elements: int) -> bool:
+        return is_finite(wire.view(np.float32))
+
+    def error_bound(self, num_members: int, magnitude: float) -> float:
+        return 0.0
+
+
+class BFloat16:
+    """The upper half of a float32, rounded to nearest, ties to even."""
+
+    name = "bf16"
+    is_lossless = False
+
+    def wire_bytes(self, num_elements: int) -> int:
+        return 2 * num_elements
+
+    def encode(self, values: Floats, residual: Floats, wire: Bytes, desk: Desk) -> None:
+        exact, rounded = desk.floats(0, values.size), desk.floats(1, values.size)
+        np.add(values, residual, out=exact)
+        bits = rounded.view(np.uint32)
+        np.right_shift(exact.view(np.uint32), 16, out=bits)
+        np.bitwise_and(bits, 1, out=bits)
+        np.add(bits, 0x7FFF, out=bits)
+        np.add(bits, exact.view(np.uint32), out=bits)
+        np.right_shift(bits, 16, out=bits)
+        np.copyto(wire.view(np.uint16), bits, casting="unsafe")
+        np.left_shift(bits, 16, out=bits)
+        np.subtract(exact, rounded, out=residual)
+
+    def decode(self, wire: Bytes, values: Floats) -> None:
+        bits = values.view(np.uint32)
+        np.copyto(bits, wire.view(np.uint16))
+        np.left_shift(bits, 16, out=bits)
+
+    def is_finite(self, wire: Bytes, num_elements: int) -> bool:
+        """The exponent of infinities and of what is no number is all ones."""
+        return int(np.bitwise_and(wire.view(np.uint16), 0x7F80).max(initial=0)) < 0x7F80
+
+    def error_bound(self, num_members: int, magnitude: float) -> float:
+        return magnitude * _compounded(2.0**-8, num_members)
+
+
+class Int8:
+    """A scale for each block of 256, then a byte for each element."""
+
+    name = "int8"
+    is_lossless = False
+
+    def wire_bytes(self, num_elements: int) -> int:
+        if num_elements < BLOCK:
+            return 4 * num_elements
+        return num_elements + 4 * -(-num_elements // BLOCK)
+
+    def encode(self, values: Floats, residual: Floats, wire: Bytes, desk: Desk) -> None:
+        if values.size < BLOCK:
+            FLOAT32.encode(values, residual, wire, desk)
+            return
+        num_blocks = -(-values.size // BLOCK)
+        exact, scaled = desk.floats(0, num_blocks * BLOCK), desk.floats(1, num_blocks * BLOCK)
+        np.add(values, residual, out=exact[: values.size])
+        exact[values.size :] = 0
+        scales = wire[: 4 * num_blocks].view(np.float32)
+        np.abs(exact, out=scaled)
+        np.max(scaled.reshape(num_blocks, BLOCK), axis=1, out=scales)
+        np.divide(scales, np.float32(127), out=scales)
+        scales[scales < _TINY] = 0
+        inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+        np.multiply(exact.reshape(num_blocks, BLOCK), inverse[:, None], out=scaled.reshape(num_blocks, BLOCK))
+        np.rint(scaled, out=scaled)
+        np.copyto(wire[4 * num_blocks :].view(np.int8), scaled[: values.size], casting="unsafe")
+        np.multiply(scaled.reshape(num_blocks, BLOCK), scales[:, None], out=scaled.reshape(num_blocks, BLOCK))
+        np.subtract(exact[: values.size], scaled[: values.size], out=residual)
+
+    def decode(self, wire: Bytes, values: Floats) -> None:
+        if values.size < BLOCK:
+            FLOAT32.decode(wire, values)
+            return
+        num_blocks, whole = -(-values.size // BLOCK), values.size // BLOCK
+        scales, steps = wire[: 4 * num_blocks].view(np.float32), wire[4 * num_blocks :].view(np.int8)
+        full = values[: whole * BLOCK].reshape(whole, BLOCK)
+        np.multiply(steps[: whole * BLOCK].reshape(whole, BLOCK), scales[:whole, None], out=full)
+        np.multiply(steps[whole * BLOCK :], scales[-1], out=values[whole * BLOCK :])
+
+    def is_finite(self, wire: Bytes, num_elements: int) -> bool:
+        if num_elements < BLOCK:
+            return is_finite(wire.view(np.float32))
+        scales = wire[: 4 * -(-num_elements // BLOCK)].view(np.float32)
+        return bool(np.all(np.abs(scales) <= np.finfo(np.float32).max / 128))
+
+    def error_bound(self, num_members: int, magnitude: float) -> float:
+        return magnitude * _compounded(1 / 254 * (1 + 2.0**-20), num_members) + 254 * num_members * float(_TINY)
+
+
+FLOAT32 = Float32()
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (FLOAT32, BFloat16(), Int8())}
+
+
+def find_codec(name: str) -> Codec:
+    """The codec of this name."""
+    require(name in CODECS, f"there is no codec {name!r}: use one of {', '.join(CODECS)}")
+    return CODECS[name]
+
+
+def is_finite(values: Floats) -> bool:
+    """Whether all are finite. A sum tells at the speed of memory; only one that is not finite makes us look closer."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.isfinite(values.sum()) or bool(np.isfinite(values).all())
+
+
+def _compounded(relative: float, times: int) -> float:
+    """The relative error of a sum that is encoded `times` times, each on top of the errors before."""
+    return (1 + relative) ** times - 1
