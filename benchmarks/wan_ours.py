@@ -6,6 +6,7 @@ The rate is that of the run's own log, after the pipe has filled and before it d
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,11 +19,12 @@ from benchmarks.wan_task import MICROBATCHES, REQUESTER, SEQUENCES, hosts
 from ravnest.testbed import Process, Testbed
 
 PORT = 7700
-WARM_UP = 3  # updates that do not count
+WARM_UP = 2  # updates that do not count
 # The first stages have more microbatches in flight. No two pairs of four PCs could hold the model: it takes all four.
 MEMORY = {2: ("1GB", "1GB"), 4: ("575MB", "550MB", "525MB", "480MB")}
 JOBS = {2: "wan_quick_job.py", 4: "wan_job.py"}
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
+_TICKET = re.compile(r"rav1-\S+(?=\s)")  # whole, with what comes after it
 _RAVNEST = (sys.executable, "-m", "ravnest")
 
 
@@ -35,23 +37,16 @@ class Ours:
 
 
 def train(bed: Testbed, folder: Path, stages: int, steps: int) -> Ours:
-    """Have the requester's job trained by those who join."""
+    """Have the requester's job trained by those who join; they stay until the bed ends."""
     run, job = folder / "run", Path(__file__).with_name(JOBS[stages])
     command = [*_RAVNEST, "train", str(job), "--listen", f"0.0.0.0:{PORT}", "--min-nodes", str(stages), "--wait", "1s"]
     command += ["--steps", str(steps), "--folder", str(run), "--coordinator", str(folder / "coordinator")]
     training = _start(bed, REQUESTER, command, folder)
     ticket = _ticket(training, folder)
-    joined = [
-        _join(bed, host, memory, ticket, folder) for host, memory in zip(hosts(stages), MEMORY[stages], strict=True)
-    ]
-    try:
-        if training.wait(PATIENCE_S + 2 * steps) != 0:
-            raise RuntimeError(
-                f"the requester left with code {training.returncode}: {_said(folder, REQUESTER)[-1500:]}"
-            )
-    finally:
-        for process in joined:
-            bed.kill(process)
+    for host, memory in zip(hosts(stages), MEMORY[stages], strict=True):
+        _join(bed, host, memory, ticket, folder)
+    if training.wait(PATIENCE_S) != 0:
+        raise RuntimeError(f"the requester left with code {training.returncode}: {_said(folder, REQUESTER)[-1500:]}")
     return account(stages, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
 
 
@@ -70,9 +65,9 @@ def account(stages: int, lines: Sequence[dict[str, Any]]) -> Ours:
     return Ours(samples / (last["seconds"] - first["seconds"]), tuple(bubbles))
 
 
-def _join(bed: Testbed, host: str, memory: str, ticket: str, folder: Path) -> Process:
+def _join(bed: Testbed, host: str, memory: str, ticket: str, folder: Path) -> None:
     options = ["--name", host, "--memory", memory, "--threads", "1", "--data-dir", str(folder / f"{host}-data")]
-    return _start(bed, host, [*_RAVNEST, "join", ticket, *options], folder)
+    _start(bed, host, [*_RAVNEST, "join", ticket, *options], folder)
 
 
 def _start(bed: Testbed, host: str, command: Sequence[str], folder: Path) -> Process:
@@ -84,9 +79,8 @@ def _ticket(training: Process, folder: Path) -> str:
     """The word that the requester prints for others to join with."""
     until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s and training.poll() is None:
-        for word in _said(folder, REQUESTER).split():
-            if word.startswith("rav1-"):
-                return word
+        if found := _TICKET.search(_said(folder, REQUESTER)):
+            return found[0]
         time.sleep(0.1)
     raise RuntimeError(f"the requester printed no ticket (code {training.poll()}): {_said(folder, REQUESTER)[-1500:]}")
 

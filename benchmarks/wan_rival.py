@@ -29,7 +29,7 @@ from ravnest.testbed.namespaces import DEVICE
 
 PORT = 7600
 WARM_UP = 1  # steps of the schedule that do not count
-WARM_UP_MICROBATCHES = 3
+WARM_UP_MICROBATCHES = 4
 
 
 def time_stage(part: Part, microbatches: int) -> float:
@@ -100,7 +100,7 @@ def main() -> None:
     part, compute_s = make_part(rank, stages), 0.0
     for turn in range(stages):
         if turn == rank:
-            compute_s = time_stage(part, microbatches=4 * options.steps)
+            compute_s = time_stage(part, microbatches=6 + 2 * options.steps)
         dist.barrier()
     samples_per_s = {name: time_steps(make_step(name, part, rank, stages), options.steps) for name in options.schedules}
     sys.stdout.write(json.dumps({"compute_s": compute_s, "samples_per_s": samples_per_s}) + "\n")

@@ -27,7 +27,7 @@ LR = 1e-3
 
 RATE_BYTES_PER_S = 12.5e6  # 100 Mbit/s, up and down
 DELAY_S = 0.025  # one way, from any PC to any other
-CORES = 1.6  # of all PCs together: of two, what is left is for the wires between them and for the requester
+CPU = {2: 0.65, 4: 0.4}  # cores of each PC by how many there are: of two cores, some are left for wires and requester
 REQUESTER = "requester"
 
 
@@ -38,7 +38,7 @@ def hosts(stages: int) -> tuple[str, ...]:
 def topology(stages: int) -> Topology:
     """PCs with a line and a share of a core each, and the requester in their middle, without limits."""
     line = Line(up_bytes_per_s=RATE_BYTES_PER_S, down_bytes_per_s=RATE_BYTES_PER_S, delay_s=DELAY_S / 2)
-    pcs = (HostSpec(name=name, line=line, cpu=CORES / stages) for name in hosts(stages))
+    pcs = (HostSpec(name=name, line=line, cpu=CPU[stages]) for name in hosts(stages))
     return Topology(hosts=(HostSpec(name=REQUESTER), *pcs))
 
 
