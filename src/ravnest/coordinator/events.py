@@ -12,8 +12,9 @@ from ..core.control import NodeProfile, Whereabouts
 
 __all__ = [
     "CallerRefused", "Cluster", "ClusterEnded", "Event", "Idle", "LeaseGranted", "LeaseReturned", "LeaseSettled",
-    "LinkMade", "NodeBlamed", "NodeConnected", "NodeEnrolled", "NodeGone", "NodeKicked", "NodeMoved", "NodeReady",
-    "Noted", "PlanFailed", "PlanMade", "RunBegun", "RunEnded", "TokenIssued",
+    "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected", "NodeEnrolled", "NodeGone", "NodeKicked", "NodeLinked",
+    "NodeMoved", "NodeNotAveraged", "NodeReady", "NodeShifted", "Noted", "PlanFailed", "PlanMade", "RingsLaid",
+    "RoundClosed", "RoundCommitted", "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
 ]  # fmt: skip
 
 
@@ -181,6 +182,82 @@ class ClusterEnded(_Event, frozen=True):
     is_lost: bool
 
 
+# Averaging.
+
+
+class RingsLaid(_Event, frozen=True):
+    """Who averages with whom from now on: for each ring the nodes, one of each of these clusters, in their order."""
+
+    generation: int
+    clusters: tuple[str, ...]
+    rings: tuple[tuple[str, ...], ...]
+    reason: str
+
+
+class NodeLinked(_Event, frozen=True):
+    """A node has all its ring links of this generation of the rings."""
+
+    name: str
+    generation: int
+
+
+class RoundOpened(_Event, frozen=True):
+    """These clusters average, with weights; another attempt of the same round starts from the same snapshots."""
+
+    number: int
+    attempt: int
+    weights: dict[str, float]
+    reason: str
+
+
+class NodeBegan(_Event, frozen=True):
+    """A node has its snapshot of a round."""
+
+    name: str
+    number: int
+
+
+class NodeAveraged(_Event, frozen=True):
+    """A node has the averages of its rings; `digests` says which, by ring."""
+
+    name: str
+    number: int
+    attempt: int
+    digests: dict[int, int]
+
+
+class NodeNotAveraged(_Event, frozen=True):
+    """An attempt failed at a node; `peer` is who did not answer, or whose numbers were refused."""
+
+    name: str
+    number: int
+    attempt: int
+    reason: str
+    peer: str
+
+
+class RoundCommitted(_Event, frozen=True):
+    """All have the same averages, and take them over."""
+
+    number: int
+    attempt: int
+    took_s: float
+
+
+class NodeShifted(_Event, frozen=True):
+    """A node has taken over the average of a round."""
+
+    name: str
+    number: int
+
+
+class RoundClosed(_Event, frozen=True):
+    """A round is over: everybody has taken it over, or (`reason`) nothing came of it."""
+
+    number: int
+    reason: str = ""
+
+
 # Batches: some of these come a thousand times a second.
 
 
@@ -192,6 +269,7 @@ class LeaseGranted(_Event, frozen=True):
 class LeaseSettled(_Event, frozen=True):
     cluster: str
     batch: int
+    samples: int = 1
 
 
 class LeaseReturned(_Event, frozen=True):
@@ -204,5 +282,6 @@ Event = (
     RunBegun | RunEnded | Noted
     | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeBlamed | CallerRefused
     | PlanMade | PlanFailed | LinkMade | NodeReady | ClusterEnded
+    | RingsLaid | NodeLinked | RoundOpened | NodeBegan | NodeAveraged | NodeNotAveraged | RoundCommitted | NodeShifted | RoundClosed
     | LeaseGranted | LeaseSettled | LeaseReturned
 )  # fmt: skip

@@ -15,7 +15,7 @@ from .sentences import plain
 
 __all__ = [
     "BLAME_S", "ClusterRecord", "Counters", "Heard", "Hearing", "LinkRecord", "Member", "NodeRecord", "Phase",
-    "Refusal", "State", "Token", "no_words",
+    "Refusal", "RingsRecord", "RoundRecord", "State", "Token", "no_words",
 ]  # fmt: skip
 
 BLAME_S = 300.0
@@ -97,6 +97,34 @@ class ClusterRecord(_Record, kw_only=True):
         return tuple(name for name in self.plan.members if name not in self.ready)
 
 
+class RingsRecord(_Record):
+    """Who averages with whom: members of each ring; `ready` are nodes that have all their links."""
+
+    generation: int
+    clusters: tuple[str, ...]
+    rings: tuple[tuple[str, ...], ...]
+    ready: set[str] = set()
+
+    @property
+    def members(self) -> set[str]:
+        return {name for ring in self.rings for name in ring}
+
+
+class RoundRecord(_Record, kw_only=True):
+    """An averaging under way: clusters with their weights, and how far its members are."""
+
+    number: int
+    attempt: int
+    weights: dict[str, float]
+    opened_s: float
+    began_s: float  # this attempt
+    begun: set[str] = set()  # who has its snapshot
+    averaged: dict[str, dict[int, int]] = {}
+    failed: dict[str, str] = {}  # by node: who did not answer, or whose numbers were refused
+    is_committed: bool = False
+    shifted: set[str] = set()
+
+
 class Refusal(_Record):
     """Callers sent away."""
 
@@ -163,6 +191,11 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     clusters: dict[str, ClusterRecord] = {}  # in order of forming; of those that ended, the last few
     leases: Leases = msgspec.field(default_factory=Leases)
     counters: Counters = msgspec.field(default_factory=Counters)
+    rings: RingsRecord | None = None
+    round: RoundRecord | None = None
+    rounds_done: int = 0
+    rounds_begun: int = 0
+    since: dict[str, int] = {}  # samples that each cluster has settled since it last averaged
     refusals: list[Refusal] = []
     words: deque[tuple[float, str]] = msgspec.field(default_factory=no_words)
     hearing: Hearing = msgspec.field(default_factory=Hearing)
@@ -212,6 +245,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def live_clusters(self) -> Iterator[ClusterRecord]:
         """Those that are forming or training, the oldest first."""
         return (cluster for cluster in self.clusters.values() if cluster.is_live)
+
+    def training_clusters(self) -> list[ClusterRecord]:
+        return [cluster for cluster in self.clusters.values() if cluster.phase == "training"]
 
     def say(self, at_s: float, text: str) -> None:
         self.words.append((at_s, plain(text)))

@@ -40,6 +40,10 @@ def _sentence(event: Event) -> str | None:
             return _about_clusters(event)
         case on.LeaseGranted() | on.LeaseSettled() | on.LeaseReturned() | on.NodeMoved():
             return None
+        case on.NodeLinked() | on.NodeBegan() | on.NodeAveraged() | on.NodeShifted():
+            return None
+        case on.RingsLaid() | on.RoundOpened() | on.NodeNotAveraged() | on.RoundCommitted() | on.RoundClosed():
+            return _about_rounds(event)
         case _:
             return _about_nodes(event)
 
@@ -47,6 +51,7 @@ def _sentence(event: Event) -> str | None:
 _AboutNodes = (
     on.TokenIssued | on.NodeEnrolled | on.NodeKicked | on.NodeConnected | on.NodeGone | on.NodeBlamed | on.CallerRefused
 )
+_AboutRounds = on.RingsLaid | on.RoundOpened | on.NodeNotAveraged | on.RoundCommitted | on.RoundClosed
 _AboutClusters = on.PlanMade | on.PlanFailed | on.LinkMade | on.NodeReady | on.ClusterEnded
 
 
@@ -85,6 +90,23 @@ def _about_clusters(event: _AboutClusters) -> str:
             return f"cluster {cluster}: {name} is ready"
         case on.ClusterEnded(cluster=cluster, reason=reason, is_lost=is_lost):
             return f"cluster {cluster} {'is lost' if is_lost else 'ended'}: {reason}"
+        case _:
+            assert_never(event)
+
+
+def _about_rounds(event: _AboutRounds) -> str | None:
+    match event:
+        case on.RingsLaid(generation=generation, clusters=clusters, rings=rings, reason=reason):
+            return f"rings {generation}: {_count(len(rings), 'ring')} of {', '.join(clusters)}{_because(reason)}"
+        case on.RoundOpened(number=number, attempt=attempt, weights=weights, reason=reason):
+            again = f", attempt {attempt + 1}," if attempt else ""
+            return f"round {number}{again} averages {', '.join(weights)}{_because(reason)}" if attempt else None
+        case on.NodeNotAveraged(name=name, number=number, reason=reason):
+            return f"round {number} failed at {name}: {reason}"
+        case on.RoundCommitted(number=number, took_s=took_s):
+            return f"round {number} is averaged, in {took_s:.2g} s"
+        case on.RoundClosed(number=number, reason=reason):
+            return f"nothing came of round {number}: {reason}" if reason else None
         case _:
             assert_never(event)
 

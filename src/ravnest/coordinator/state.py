@@ -15,6 +15,7 @@ from . import events as on
 from .events import Event
 from .leases import Leases
 from .records import BLAME_S, ClusterRecord, Hearing, LinkRecord, Member, NodeRecord, Refusal, State, Token, no_words
+from .rounds import apply_round
 from .sentences import sentence
 
 __all__ = ["BLAME_S", "State", "apply", "restore", "snapshot"]
@@ -31,8 +32,11 @@ def apply(state: State, event: Event) -> None:
     match event:
         case on.LeaseGranted(cluster=cluster, batch=batch):
             state.leases.note_granted(cluster, batch)
-        case on.LeaseSettled(cluster=cluster, batch=batch):
-            state.counters.leases_ignored += state.leases.settle(cluster, batch) == "ignored"
+        case on.LeaseSettled(cluster=cluster, batch=batch, samples=samples):
+            if state.leases.settle(cluster, batch) == "ignored":
+                state.counters.leases_ignored += 1
+            else:
+                state.since[cluster] = state.since.get(cluster, 0) + samples
         case on.LeaseReturned(cluster=cluster, batch=batch):
             state.leases.give_back(cluster, batch)
         case on.RunBegun():
@@ -67,6 +71,10 @@ def apply(state: State, event: Event) -> None:
             _ready(state, event)
         case on.ClusterEnded():
             _end(state, event)
+        case on.RingsLaid() | on.NodeLinked() | on.RoundOpened() | on.NodeAveraged() | on.NodeNotAveraged():
+            apply_round(state, event)
+        case on.NodeBegan() | on.RoundCommitted() | on.NodeShifted() | on.RoundClosed():
+            apply_round(state, event)
         case on.CallerRefused(at_s=at_s, address=address, reason=reason, count=count):
             state.counters.refused += count
             state.refusals = [*state.refusals[1 - _MOST_REFUSALS :], Refusal(at_s, address, reason, count)]
@@ -103,6 +111,7 @@ def _begin(state: State, event: on.RunBegun) -> None:
     state.run, state.steps, state.release = event.run, event.steps, event.release
     state.begun_s, state.ended, state.has_trained = event.at_s, None, False
     state.hopeless, state.clusters, state.leases = set(), {}, Leases()
+    state.rings, state.round, state.rounds_done, state.rounds_begun, state.since = None, None, 0, 0, {}
     for node in state.nodes.values():
         if node.cluster is not None:
             node.cluster, node.free_since_s = None, event.at_s
@@ -203,6 +212,7 @@ def _end(state: State, event: on.ClusterEnded) -> None:
     state.counters.clusters_lost += event.is_lost
     state.counters.clusters_ended += not event.is_lost
     state.leases.close(event.cluster)
+    state.since.pop(event.cluster, None)
     for name in cluster.plan.members:
         node = state.nodes[name]
         node.cluster, node.free_since_s = None, event.at_s

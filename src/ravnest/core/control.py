@@ -11,8 +11,8 @@ from __future__ import annotations
 import msgspec
 
 from .config import require
-from .ids import check_id
 from .orders import Order, Reports
+from .peers import Peer, Whereabouts
 
 __all__ = [
     "Beat", "Blob", "Desired", "Goodbye", "Hello", "Leave", "Moved", "NodeProfile", "Part", "Peer", "Report", "Said",
@@ -22,7 +22,6 @@ __all__ = [
 MAX_MESSAGE_BYTES = 256 * 1024
 
 _MOST_BYTES, _MOST_RATE, _MOST_GFLOPS, _MOST_S = 1 << 46, 1e12, 1e8, 60.0
-_MOST_ADDRESSES, _MOST_LETTERS = 16, 2000
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -54,32 +53,11 @@ class NodeProfile(_Record, frozen=True, kw_only=True):
         require(len(self.device) <= 32, "the name of a device has at most 32 letters")
 
 
-class Whereabouts(_Record, frozen=True):
-    """Where a node's door is: the addresses it has itself, and where the coordinator sees it."""
-
-    addresses: tuple[tuple[str, int], ...] = ()
-    observed: tuple[str, int] | None = None
-
-    def __post_init__(self) -> None:
-        require(len(self.addresses) <= _MOST_ADDRESSES, f"a node has at most {_MOST_ADDRESSES} addresses")
-
-
 class Blob(_Record, frozen=True):
     """A file to fetch from the coordinator: `GET /v1/blobs/DIGEST`. The digest is its SHA-256, in hexadecimal."""
 
     digest: str
     num_bytes: int
-
-
-class Peer(_Record, frozen=True, kw_only=True):
-    """A neighbour, where it may be, and the pair's token at the relay (which is the coordinator)."""
-
-    name: str
-    where: Whereabouts
-    relay_token: str
-
-    def __post_init__(self) -> None:
-        check_id(self.name)
 
 
 class Part(_Record, frozen=True, kw_only=True):

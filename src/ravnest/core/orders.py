@@ -5,10 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from .metrics import StageMetrics
+from .peers import Peer
 
 __all__ = [
-    "EndAfter", "Order", "Save", "Stop",
-    "Evaluated", "Failed", "Linked", "Lost", "Ready", "Reports", "Saved", "Updated",
+    "Abandon", "Average", "Commit", "EndAfter", "LayRings", "Order", "Save", "Seat", "Stop",
+    "Averaged", "Begun", "Evaluated", "Failed", "Linked", "Lost", "NotAveraged", "Ready", "Reports", "RingsReady", "Saved",
+    "Shifted", "Updated",
 ]  # fmt: skip
 
 
@@ -30,6 +32,50 @@ class Save(_Message, frozen=True):
 
 class Stop(_Message, frozen=True):
     """Leave."""
+
+
+class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node's place in a ring: who is in it, in their order, and which tensors are averaged, in theirs."""
+
+    ring: int
+    members: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+class LayRings(_Message, frozen=True):
+    """These are your rings from now on; have links to these peers. `generation` is of the rings."""
+
+    generation: int
+    seats: tuple[Seat, ...]
+    peers: tuple[Peer, ...]
+
+
+class Average(_Message, frozen=True, kw_only=True):
+    """Average with those in `weights` (by node; who is not in it is left out), from the snapshot of this round.
+
+    The snapshot is taken at the next update boundary, once for all attempts of a round.
+    """
+
+    generation: int
+    round: int
+    attempt: int
+    weights: dict[str, float]
+    codec: str = "fp32"
+    within_s: float = 600.0
+
+
+class Commit(_Message, frozen=True):
+    """Everybody has the same average of this round: take it over."""
+
+    round: int
+    attempt: int
+
+
+class Abandon(_Message, frozen=True):
+    """Nothing comes of this round."""
+
+    round: int
+    reason: str = ""
 
 
 class Ready(_Message, frozen=True):
@@ -75,5 +121,45 @@ class Failed(_Message, frozen=True):
     is_consequence: bool = False
 
 
-Order = EndAfter | Save | Stop
-Reports = Ready | Linked | Lost | Evaluated | Updated | Saved | Failed
+class RingsReady(_Message, frozen=True):
+    """All ring links of this generation of the rings are there."""
+
+    generation: int
+
+
+class Begun(_Message, frozen=True):
+    """My snapshot of this round is taken."""
+
+    round: int
+
+
+class Averaged(_Message, frozen=True, kw_only=True):
+    """The averages of all my rings are there; `digests` says which, by ring."""
+
+    round: int
+    attempt: int
+    digests: dict[int, int]
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    saved_bytes: int = 0  # by the codec, of what float32 would have taken
+
+
+class NotAveraged(_Message, frozen=True):
+    """This attempt failed here; `peer` is who did not answer, or whose numbers were refused."""
+
+    round: int
+    attempt: int
+    reason: str
+    peer: str = ""
+
+
+class Shifted(_Message, frozen=True):
+    """The average of this round has been taken over."""
+
+    round: int
+
+
+Order = EndAfter | Save | Stop | LayRings | Average | Commit | Abandon
+Reports = (
+    Ready | Linked | Lost | Evaluated | Updated | Saved | Failed | RingsReady | Begun | Averaged | NotAveraged | Shifted
+)  # fmt: skip

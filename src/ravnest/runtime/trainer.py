@@ -104,6 +104,19 @@ class Trainer:
         buffers = self._buffers_before.get(self.versions.newest, {})
         return {n: t for n, t in {**self.fixed, **buffers, **self.versions.master}.items() if n in own}
 
+    def shift(self, by: Mapping[str, Tensor], *, now: bool = False) -> None:
+        """Move what the stage owns by so much: parameters with the next update (or `now`, if nothing is in flight),
+        buffers at once, also as windows that are under way found them.
+        """
+        self.versions.shift({n: t.to(self.device) for n, t in by.items() if n in self.versions.master})
+        if now:
+            self.versions.shift_now()
+        for name, moved in by.items():
+            if name not in self.versions.master:
+                for tensors in (self.fixed, *self._buffers_before.values()):
+                    if name in tensors:
+                        _move(tensors[name], moved.to(self.device))
+
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.autocast == "none":
             return nullcontext()
@@ -151,6 +164,11 @@ def _take(leaves: Mapping[str, Tensor]) -> Tensors:
     for leaf in leaves.values():
         leaf.grad = None
     return taken
+
+
+def _move(tensor: Tensor, by: Tensor) -> None:
+    """Whole numbers stay whole."""
+    tensor.add_(by if tensor.is_floating_point() else by.round().to(tensor.dtype))
 
 
 def squares(gradients: Mapping[str, Tensor]) -> float:

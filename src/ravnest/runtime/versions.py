@@ -31,6 +31,7 @@ class Versions:
         first = {n: t.clone() for n, t in self.master.items()} if self._has_master else self.master
         self._live: dict[int, Tensors] = {0: _leaves(first)}
         self._spare: list[Tensors] = []
+        self._shift: Tensors = {}
 
     def __getitem__(self, version: int) -> Tensors:
         """The leaf tensors that microbatches of that version run on."""
@@ -39,6 +40,22 @@ class Versions:
     @property
     def live(self) -> list[int]:
         return sorted(self._live)
+
+    def shift(self, by: Mapping[str, Tensor]) -> None:
+        """Move the weights: with the next update, because microbatches in flight still need those they ran on."""
+        for name, tensor in by.items():
+            self._shift[name] = self._shift[name] + tensor if name in self._shift else tensor
+
+    def shift_now(self) -> None:
+        """The same without waiting; nothing may be in flight."""
+        for tensors in (self.master, *([self._live[self.newest]] if self._has_master else [])):
+            self._shift_tensors(tensors)
+        self._shift = {}
+
+    def _shift_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, by in self._shift.items():
+                tensors[name].detach().add_(by)
 
     def update(self, apply: Callable[[Tensors], None]) -> None:
         """Make the next version: `apply` steps the tensors it is given, in place."""
@@ -59,6 +76,8 @@ class Versions:
             self.master = buffer
         self.newest += 1
         self._live[self.newest] = _leaves(buffer)
+        if self._shift:
+            self.shift_now()
 
     def _retire(self) -> None:
         """Take back the versions that no window from the next on will use."""
