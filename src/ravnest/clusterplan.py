@@ -5,7 +5,8 @@ The requester's own thread of work: it holds the traced program, which never lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -15,16 +16,18 @@ import msgspec
 
 from .coordinator.events import Cluster, Idle
 from .coordinator.planning import form_apart
-from .coordinator.requester import Planned, StageFiles
+from .coordinator.requester import Planned, RingShape, StageFiles
 from .core.control import NodeProfile
 from .core.schedule import Rule, rules
 from .fleetplan import TimedJob
 from .graph import Program, Stage, dump, measure_costs, split
-from .graph.program import DTYPES
+from .graph.program import DTYPES, State, refs
 from .localplan import LocalPlan, StagePlan
 from .modelfile import write_first_weights
 from .node.orders import Assign
 from .plan.fleet import ClusterPlan, Fleet, Machine
+from .plan.ring_order import order_ring
+from .plan.segments import find_segments
 from .runtime.roles import roles
 from .runtime.settings import Settings
 
@@ -42,10 +45,12 @@ class ClusterMaker:
         self._program, self._timed, self._settings, self._folder = program, timed, settings, folder
         self._synchronous, self._whole = synchronous, whole
         self.plans: dict[str, LocalPlan] = {}  # by cluster
+        self._machines: dict[str, Machine] = {}
 
     def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
         """The best clusters of these machines, whose speeds are in GFLOP/s."""
         timed = self._timed
+        self._machines |= {machine.name: machine for machine in machines}
         fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
         found = form_apart(timed.task(fleet, whole=self._whole))
         clusters = tuple(
@@ -85,6 +90,31 @@ class ClusterMaker:
             tuple(split(self._program, found.cuts)), stages, chosen, tuple(found.cuts), timed.accumulate,
             timed.microbatch, plan.samples_per_s, plan.reason,
         )  # fmt: skip
+
+    def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:
+        """A ring for every segment that has something to average, of its owners in all clusters."""
+        shapes: list[RingShape] = []
+        segments = find_segments(self._timed.chain, [cluster.cuts for cluster in clusters])
+        starts = [segment.start for segment in segments]
+        targets: list[list[str]] = [[] for _ in segments]
+        for first, state in self._averaged():
+            targets[bisect_right(starts, first) - 1].append(state.target)
+        for segment, held in zip(segments, targets, strict=True):
+            if held:
+                owners = [cluster.members[stage] for cluster, stage in zip(clusters, segment.owners, strict=True)]
+                ordered = order_ring([self._machines[name] for name in owners])
+                shapes.append(RingShape(tuple(machine.name for machine in ordered), tuple(held)))
+        return shapes
+
+    def _averaged(self) -> Iterator[tuple[int, State]]:
+        """What training changes, each with the op that reads it first: its owner is the stage of that op."""
+        first: dict[str, int] = {}
+        for i, op in enumerate(self._program.ops):
+            for name in refs(op):
+                first.setdefault(name, i)
+        for state in self._program.state:
+            if state.name in first and (state.trainable or state.mutated):
+                yield first[state.name], state
 
     def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
         """The files of a cluster's stages, root first."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .clusterplan import ClusterMaker
 from .coordinator.events import Cluster, Event
-from .coordinator.requester import Piece, Planned, StageFiles
+from .coordinator.requester import Piece, Planned, RingShape, StageFiles
 from .core.control import NodeProfile
 from .core.orders import Reports
 from .plan.fleet import Machine
@@ -67,6 +67,9 @@ class Desk:
 
     def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
         return self._maker.stages(cluster, profiles)
+
+    def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:
+        return self._maker.rings(clusters)
 
     def available(self) -> int:
         return self._supply.available()

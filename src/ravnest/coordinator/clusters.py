@@ -27,7 +27,7 @@ class LiveCluster:
         parts: Sequence[Part],
         feeder: Feeder,
         lease: Callable[[LiveCluster], tuple[int, Sequence[Piece]] | None],
-        settle: Callable[[LiveCluster, int], None],
+        settle: Callable[[LiveCluster, int, int], None],
         broken: Callable[[LiveCluster, str, tuple[str, ...]], None],
     ) -> None:
         self.plan, self.parts, self.feeder = plan, list(parts), feeder
@@ -38,6 +38,7 @@ class LiveCluster:
         self.max_weights_bytes: list[int] = []
         self.metrics: dict[int, StageMetrics] = {}
         self.orders: list[Order] = []
+        self._own_orders: dict[str, list[Order]] = {}  # of one member alone
         self._lease, self._settle, self._broken = lease, settle, broken
         self._line: FeedLine | None = None
 
@@ -48,9 +49,15 @@ class LiveCluster:
     def stage_of(self, name: str) -> int | None:
         return self.plan.members.index(name) if name in self.plan.members else None
 
-    def retold(self) -> list[Tell]:
+    def retold(self, name: str) -> list[Tell]:
         """All orders so far, for a member that comes back."""
-        return [Tell(self.generation, order) for order in self.orders]
+        return [Tell(self.generation, order) for order in (*self.orders, *self._own_orders.get(name, ()))]
+
+    def order_one(self, name: str, order: Order) -> Tell:
+        """An order for one member."""
+        older = self._own_orders.get(name, [])
+        self._own_orders[name] = [o for o in older if type(o) is not type(order)] + [order]
+        return Tell(self.generation, order)
 
     def end_after(self, updates: int) -> Tell:
         return self._order(EndAfter(updates))
@@ -98,9 +105,9 @@ class LiveCluster:
         self.pump()
 
     def acknowledged(self, microbatch: int) -> None:
-        batch = self.feeder.acknowledge(microbatch)
-        if batch is not None:
-            self._settle(self, batch)
+        settled = self.feeder.acknowledge(microbatch)
+        if settled is not None:
+            self._settle(self, *settled)
         self.pump()
 
     def room(self) -> None:

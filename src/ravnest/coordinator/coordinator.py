@@ -16,11 +16,26 @@ from itertools import pairwise
 from ..core.config import require
 from ..core.control import Beat, Desired, Hello, Leave, Moved, Part, Peer, Report, Said, Tell, Welcome, Whereabouts
 from ..core.errors import FrameError, RavnestError
-from ..core.orders import Evaluated, Failed, Linked, Lost, Ready, Saved, Updated
+from ..core.orders import (
+    Averaged,
+    Begun,
+    Evaluated,
+    Failed,
+    Linked,
+    Lost,
+    NotAveraged,
+    Order,
+    Ready,
+    RingsReady,
+    Saved,
+    Shifted,
+    Updated,
+)
 from ..net.addresses import check_address
 from ..net.agree import Introduction
 from ..net.feeding import feed_purpose
 from ..net.hub import HubConfig, RelayHub
+from .averaging import Averaging
 from .blobs import Blobs
 from .clusters import LiveCluster
 from .decide import Decision, EndCluster, LoseNode, MakePlan, Wishes, decide, machines_of, next_look_s
@@ -48,6 +63,7 @@ from .patience import Patience
 from .people import COORDINATOR
 from .records import LinkRecord
 from .requester import Piece, Requester, StageFiles
+from .rounds import AveragingWishes
 from .sessions import Session
 from .state import State, apply
 
@@ -67,6 +83,7 @@ class Coordinator:
         requester: Requester,
         wishes: Wishes,
         *,
+        averaging: AveragingWishes | None = None,
         keep: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.time,
         patience: Patience | None = None,
@@ -79,6 +96,7 @@ class Coordinator:
         self.sessions: dict[str, Session] = {}
         self._member_of: dict[str, LiveCluster] = {}
         self.is_ending = False
+        self.averaging = Averaging(self, averaging or AveragingWishes())
         self._keep = keep
         self._start_s, self._started = clock(), time.monotonic()
         self._wake = asyncio.Event()
@@ -119,6 +137,7 @@ class Coordinator:
             now_s = self.now_s()  # the same for both questions: what falls due in between would be missed
             for decision in decide(self.state, now_s, self.wishes):
                 self._carry_out(decision)
+            self.averaging.look()
             await asyncio.sleep(_REST_S)
             if self._wake.is_set():
                 continue
@@ -222,7 +241,7 @@ class Coordinator:
             session.tell(Desired(None, self.state.why_free(name)))
             return
         session.tell(Desired(live.part_of(name), live.plan.reason))
-        for told in live.retold():
+        for told in live.retold(name):
             session.tell(told)
 
     def cluster_of(self, name: str) -> LiveCluster | None:
@@ -258,6 +277,14 @@ class Coordinator:
         """The cluster has done its work."""
         self._end_cluster(cluster, reason, is_lost=False)
 
+    def tell_order(self, name: str, order: Order) -> None:
+        """To one member; said again if it reconnects."""
+        live, session = self._member_of.get(name), self.sessions.get(name)
+        if live is not None:
+            told = live.order_one(name, order)
+            if session is not None:
+                session.tell(told)
+
     def _tell(self, live: LiveCluster, told: Tell) -> None:
         for name in live.plan.members:
             if (session := self.sessions.get(name)) is not None:
@@ -279,8 +306,8 @@ class Coordinator:
         self.requester.fed(live.id, live.feeder.windows, batch, pieces)
         return batch, pieces
 
-    def _settle(self, live: LiveCluster, batch: int) -> None:
-        self.record(LeaseSettled(self.now_s(), live.id, batch))
+    def _settle(self, live: LiveCluster, batch: int, samples: int) -> None:
+        self.record(LeaseSettled(self.now_s(), live.id, batch, samples))
         self.requester.settled(batch)
 
     def end_training(self) -> None:
@@ -401,6 +428,8 @@ class Coordinator:
                 self.requester.reported(live.id, stage, report)
             case Lost() | Saved() as report:
                 self.requester.reported(live.id, stage, report)
+            case RingsReady() | Begun() | Averaged() | NotAveraged() | Shifted() as report:
+                self.averaging.reported(name, report)
 
     def _linked(self, live: LiveCluster, name: str, said: Linked) -> None:
         if said.peer not in (*live.plan.members, COORDINATOR):

@@ -12,9 +12,9 @@ from ..core.control import NodeProfile, Whereabouts
 
 __all__ = [
     "CallerRefused", "Cluster", "ClusterEnded", "Event", "Idle", "LeaseGranted", "LeaseReturned", "LeaseSettled",
-    "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected", "NodeEnrolled", "NodeGone", "NodeKicked", "NodeLinked",
-    "NodeMoved", "NodeNotAveraged", "NodeReady", "NodeShifted", "Noted", "PlanFailed", "PlanMade", "RingsLaid",
-    "RoundClosed", "RoundCommitted", "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
+    "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected", "NodeEnrolled", "NodeGone", "NodeKicked",
+    "NodeLinked", "NodeMoved", "NodeNotAveraged", "NodeReady", "NodeShifted", "Noted", "PlanFailed", "PlanMade",
+    "RingsLaid", "RoundClosed", "RoundCommitted", "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
 ]  # fmt: skip
 
 
@@ -282,6 +282,7 @@ Event = (
     RunBegun | RunEnded | Noted
     | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeBlamed | CallerRefused
     | PlanMade | PlanFailed | LinkMade | NodeReady | ClusterEnded
-    | RingsLaid | NodeLinked | RoundOpened | NodeBegan | NodeAveraged | NodeNotAveraged | RoundCommitted | NodeShifted | RoundClosed
+    | RingsLaid | NodeLinked | RoundOpened | NodeBegan | NodeAveraged | NodeNotAveraged | RoundCommitted | NodeShifted
+    | RoundClosed
     | LeaseGranted | LeaseSettled | LeaseReturned
 )  # fmt: skip

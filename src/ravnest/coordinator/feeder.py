@@ -43,7 +43,7 @@ class Feeder:
         self.fed = self.acknowledged = self.windows = 0
         self._per_s, self._round_trip_s = samples_per_s, round_trip_s
         self._sendings: deque[Sending] = deque()
-        self._batches: dict[int, int] = {}  # of windows that are not settled
+        self._batches: dict[int, tuple[int, int]] = {}  # of windows that are not settled: batch and samples
         self._evaluating = 0  # sent, result not here yet
 
     @property
@@ -55,7 +55,7 @@ class Feeder:
         """Train on this batch next; returns its window."""
         assert len(pieces) == self.accumulate, f"{len(pieces)} pieces of a batch, {self.accumulate} are needed"
         window, self.windows = self.windows, self.windows + 1
-        self._batches[window] = batch
+        self._batches[window] = batch, sum(piece.samples for piece in pieces if piece.share)
         for i, piece in enumerate(pieces):
             number = window * self.accumulate + i
             self._sendings.append(Sending(Forward(number, piece.samples, piece.share), piece.buffers))
@@ -91,8 +91,8 @@ class Feeder:
             self.fed += 1
         return self._sendings.popleft()
 
-    def acknowledge(self, microbatch: int) -> int | None:
-        """The root is done with a microbatch; returns the batch that is settled by that."""
+    def acknowledge(self, microbatch: int) -> tuple[int, int] | None:
+        """The root is done with a microbatch; returns the batch that is settled by that, and its samples."""
         if microbatch != self.acknowledged or microbatch >= self.fed:
             raise FrameError(f"microbatch {microbatch} was acknowledged, {self.acknowledged} of {self.fed} is next")
         self.acknowledged += 1

@@ -20,7 +20,7 @@ from .events import Cluster, Idle
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["Piece", "Planned", "Requester", "StageFiles"]
+__all__ = ["Piece", "Planned", "Requester", "RingShape", "StageFiles"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,14 @@ class StageFiles:
     max_bytes: int = field(default=1 << 40)
 
 
+@dataclass(frozen=True)
+class RingShape:
+    """Nodes that own the same tensors, in the order in which they pass them on, and which tensors these are."""
+
+    members: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
 class Requester(Protocol):
     """Plans, makes stages, gives batches, hears reports."""
 
@@ -60,6 +68,9 @@ class Requester(Protocol):
 
     def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
         """In a thread. The files of a cluster's stages, root first."""
+
+    def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:
+        """In a thread. Who averages what with whom, if these clusters do."""
 
     def available(self) -> int:
         """How many batches the data have produced so far; their numbers are below this."""

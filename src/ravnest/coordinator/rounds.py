@@ -68,8 +68,8 @@ class CloseRound:
 
 RoundDecision = LayNewRings | OpenRound | CommitRound | CloseRound
 _RoundEvent = (
-    on.RingsLaid | on.NodeLinked | on.RoundOpened | on.NodeBegan | on.NodeAveraged | on.NodeNotAveraged | on.RoundCommitted
-    | on.NodeShifted | on.RoundClosed
+    on.RingsLaid | on.NodeLinked | on.RoundOpened | on.NodeBegan | on.NodeAveraged | on.NodeNotAveraged
+    | on.RoundCommitted | on.NodeShifted | on.RoundClosed
 )  # fmt: skip
 
 

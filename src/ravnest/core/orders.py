@@ -9,8 +9,8 @@ from .peers import Peer
 
 __all__ = [
     "Abandon", "Average", "Commit", "EndAfter", "LayRings", "Order", "Save", "Seat", "Stop",
-    "Averaged", "Begun", "Evaluated", "Failed", "Linked", "Lost", "NotAveraged", "Ready", "Reports", "RingsReady", "Saved",
-    "Shifted", "Updated",
+    "Averaged", "Begun", "Evaluated", "Failed", "Linked", "Lost", "NotAveraged", "Ready", "Reports", "RingsReady",
+    "Saved", "Shifted", "Updated",
 ]  # fmt: skip
 
 

@@ -1,0 +1,177 @@
+"""Carries out what `rounds` decides: lays rings, opens rounds, commits and closes them, and notes what nodes say."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Protocol
+
+from ..core.errors import RavnestError
+from ..core.orders import (
+    Abandon,
+    Average,
+    Averaged,
+    Begun,
+    Commit,
+    LayRings,
+    NotAveraged,
+    Order,
+    RingsReady,
+    Seat,
+    Shifted,
+)
+from ..core.peers import Peer
+from ..net.hub import RelayHub
+from .clusters import LiveCluster
+from .events import (
+    Event,
+    NodeAveraged,
+    NodeBegan,
+    NodeLinked,
+    NodeNotAveraged,
+    NodeShifted,
+    RingsLaid,
+    RoundClosed,
+    RoundCommitted,
+    RoundOpened,
+)  # fmt: skip
+from .requester import Requester, RingShape
+from .rounds import AveragingWishes, CloseRound, CommitRound, LayNewRings, OpenRound, decide_round
+from .state import State
+
+__all__ = ["Averaging", "AveragingReport", "Office"]
+
+AveragingReport = RingsReady | Begun | Averaged | NotAveraged | Shifted
+
+
+class Office(Protocol):
+    """What of the coordinator is needed here."""
+
+    state: State
+    requester: Requester
+    hub: RelayHub
+    clusters: dict[str, LiveCluster]
+
+    def now_s(self) -> float: ...
+
+    def record(self, event: Event) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def tell_order(self, name: str, order: Order) -> None: ...
+
+
+class Averaging:
+    """Lives in the coordinator's loop."""
+
+    def __init__(self, office: Office, wishes: AveragingWishes, codec: str = "fp32") -> None:
+        self._office, self.wishes, self._codec = office, wishes, codec
+        self._laying: asyncio.Task[None] | None = None
+        self._tokens: list[str] = []
+        self.is_last = False  # training is over: what was trained since the last round is averaged
+
+    def look(self) -> None:
+        """Decide and act."""
+        office = self._office
+        for decision in decide_round(office.state, office.now_s(), self.wishes, is_last=self.is_last):
+            match decision:
+                case LayNewRings(clusters=clusters, reason=reason):
+                    if self._laying is None or self._laying.done():
+                        self._laying = asyncio.get_running_loop().create_task(self._lay(clusters, reason))
+                case OpenRound(number=number, attempt=attempt, weights=weights, reason=reason):
+                    office.record(RoundOpened(office.now_s(), number, attempt, weights, reason))
+                    self._tell_participants(self._average())
+                case CommitRound(number=number, attempt=attempt):
+                    now = office.state.round
+                    assert now is not None
+                    office.record(RoundCommitted(office.now_s(), number, attempt, office.now_s() - now.opened_s))
+                    self._tell_participants(Commit(number, attempt))
+                case CloseRound(number=number, reason=reason):
+                    if reason:
+                        self._tell_all(Abandon(number, reason))
+                    office.record(RoundClosed(office.now_s(), number, reason))
+
+    async def _lay(self, clusters: tuple[str, ...], reason: str) -> None:
+        office = self._office
+        plans = [office.clusters[cluster].plan for cluster in clusters if cluster in office.clusters]
+        try:
+            shapes = await asyncio.to_thread(office.requester.rings, plans)
+        except RavnestError as error:
+            office.note(f"no rings for {', '.join(clusters)}: {error}")
+            return
+        if any(not office.state.is_training(cluster) for cluster in clusters):
+            return  # one ended meanwhile: it is decided anew
+        generation = office.state.generation + 1
+        office.record(RingsLaid(office.now_s(), generation, clusters, tuple(shape.members for shape in shapes), reason))
+        self._tell_seats(generation, shapes)
+
+    def _tell_seats(self, generation: int, shapes: list[RingShape]) -> None:
+        """Each node its rings, and its neighbours in them with a token for each pair."""
+        office = self._office
+        for token in self._tokens:
+            office.hub.close(token)
+        pairs: dict[tuple[str, str], str] = {}
+        for shape in shapes:
+            for a, b in zip(shape.members, (*shape.members[1:], shape.members[0]), strict=True):
+                pairs.setdefault((min(a, b), max(a, b)), secrets.token_urlsafe(24))
+        for pair, token in pairs.items():
+            office.hub.open(token, pair)
+        self._tokens = list(pairs.values())
+        for name in sorted({name for shape in shapes for name in shape.members}):
+            seats = tuple(
+                Seat(ring, shape.members, shape.targets) for ring, shape in enumerate(shapes) if name in shape.members
+            )
+            peers = tuple(
+                Peer(name=other, where=office.state.nodes[other].where, relay_token=token)
+                for pair, token in pairs.items()
+                if name in pair
+                for other in pair
+                if other != name
+            )
+            office.tell_order(name, LayRings(generation, seats, peers))
+
+    def _average(self) -> Average:
+        state = self._office.state
+        assert state.rings is not None
+        assert state.round is not None
+        weights = {
+            name: weight for cluster, weight in state.round.weights.items() for name in _nodes_of(state, cluster)
+        }
+        return Average(
+            generation=state.rings.generation, round=state.round.number, attempt=state.round.attempt, weights=weights,
+            codec=self._codec, within_s=20 * self.wishes.grace_s,
+        )  # fmt: skip
+
+    def _tell_participants(self, order: Order) -> None:
+        state = self._office.state
+        assert state.round is not None
+        for cluster in state.round.weights:
+            for name in _nodes_of(state, cluster):
+                self._office.tell_order(name, order)
+
+    def _tell_all(self, order: Order) -> None:
+        state = self._office.state
+        for name in state.rings.members if state.rings is not None else ():
+            self._office.tell_order(name, order)
+
+    def reported(self, name: str, report: AveragingReport) -> None:
+        """What a node says of rings and rounds."""
+        record, at_s = self._office.record, self._office.now_s()
+        match report:
+            case RingsReady(generation=generation):
+                record(NodeLinked(at_s, name, generation))
+            case Begun(round=number):
+                record(NodeBegan(at_s, name, number))
+            case Averaged(round=number, attempt=attempt, digests=digests):
+                record(NodeAveraged(at_s, name, number, attempt, digests))
+            case NotAveraged(round=number, attempt=attempt, reason=reason, peer=peer):
+                record(NodeNotAveraged(at_s, name, number, attempt, reason[:500], peer[:63]))
+            case Shifted(round=number):
+                record(NodeShifted(at_s, name, number))
+
+
+def _nodes_of(state: State, cluster: str) -> tuple[str, ...]:
+    """Nodes of a cluster that own something to average."""
+    found = state.clusters.get(cluster)
+    in_rings = state.rings.members if state.rings is not None else set()
+    return tuple(name for name in found.plan.members if name in in_rings) if found is not None else ()
