@@ -1,0 +1,255 @@
+"""Rounds of averaging as the coordinator decides them: all take over the same average, or nobody does; none hangs."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ravnest.coordinator import events as on
+from ravnest.coordinator.events import Cluster
+from ravnest.coordinator.rounds import (
+    AveragingWishes,
+    CloseRound,
+    CommitRound,
+    LayNewRings,
+    OpenRound,
+    decide_round,
+)
+from ravnest.coordinator.state import State, apply, restore, snapshot
+from ravnest.core.control import NodeProfile, Whereabouts
+
+WISHES = AveragingWishes(average_every=100, grace_s=10.0)
+PROFILE = NodeProfile(memory_bytes=10**9, gflops=10.0)
+
+
+class World:
+    """A coordinator's state, carried from decision to decision, and nodes that answer or do not."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.state, self.now_s = State(), 0.0
+        self.do(on.RunBegun(0.0, "run", None, ""))
+        self.members = {f"c{i}": tuple(f"n{i}-{j}" for j in range(size)) for i, size in enumerate(sizes)}
+        for names in self.members.values():
+            for name in names:
+                self.do(on.NodeConnected(0.0, name, PROFILE, Whereabouts(), "", 0))
+        clusters = tuple(
+            Cluster(
+                id=name, generation=1, members=members, cuts=tuple(range(1, len(members))), accumulate=1,
+                depths=(1,) * len(members), samples_per_s=1.0, reason="",
+            )
+            for name, members in self.members.items()
+        )  # fmt: skip
+        self.do(on.PlanMade(0.0, 1, clusters, (), (), "", 0.0))
+        for cluster, members in self.members.items():
+            for name in members:
+                self.do(on.NodeReady(0.0, cluster, name))
+        self.batch = 0
+
+    def do(self, event: on.Event) -> None:
+        apply(self.state, event)
+
+    def train(self, cluster: str, samples: int) -> None:
+        if self.state.is_training(cluster):
+            self.do(on.LeaseGranted(self.now_s, cluster, self.batch))
+            self.do(on.LeaseSettled(self.now_s, cluster, self.batch, samples))
+            self.batch += 1
+
+    def lose(self, cluster: str) -> None:
+        self.do(on.ClusterEnded(self.now_s, cluster, "lost", True))
+
+    def decide(self) -> list[object]:
+        """Decide once, and carry it out as the coordinator does."""
+        found = decide_round(self.state, self.now_s, WISHES)
+        for decision in found:
+            match decision:
+                case LayNewRings(clusters=clusters, reason=reason):
+                    rings = tuple(zip(*(self.members[c] for c in clusters), strict=False))
+                    self.do(on.RingsLaid(self.now_s, self.state.generation + 1, clusters, rings, reason))
+                    for name in self.in_rings():
+                        self.do(on.NodeLinked(self.now_s, name, self.state.generation))
+                case OpenRound(number=number, attempt=attempt, weights=weights, reason=reason):
+                    self.do(on.RoundOpened(self.now_s, number, attempt, weights, reason))
+                case CommitRound(number=number, attempt=attempt):
+                    self.do(on.RoundCommitted(self.now_s, number, attempt, 0.0))
+                case CloseRound(number=number, reason=reason):
+                    self.do(on.RoundClosed(self.now_s, number, reason))
+        return list(found)
+
+    def in_rings(self) -> set[str]:
+        return self.state.rings.members if self.state.rings is not None else set()
+
+    def participants(self) -> set[str]:
+        now = self.state.round
+        assert now is not None
+        return {name for cluster in now.weights for name in self.members[cluster] if name in self.in_rings()}
+
+    def begin(self, name: str) -> None:
+        assert self.state.round is not None
+        self.do(on.NodeBegan(self.now_s, name, self.state.round.number))
+
+    def average(self, name: str, digest: int = 7) -> None:
+        now = self.state.round
+        assert now is not None
+        self.begin(name)
+        self.do(on.NodeAveraged(self.now_s, name, now.number, now.attempt, {0: digest}))
+
+    def fail(self, name: str, peer: str) -> None:
+        now = self.state.round
+        assert now is not None
+        self.do(on.NodeNotAveraged(self.now_s, name, now.number, now.attempt, "it broke", peer))
+
+    def shift(self, name: str) -> None:
+        assert self.state.round is not None
+        self.do(on.NodeShifted(self.now_s, name, self.state.round.number))
+
+
+def opened(world: World) -> World:
+    """Rings are laid and a round is open."""
+    world.decide()
+    for cluster in world.members:
+        world.train(cluster, 60)
+    world.decide()
+    assert world.state.round is not None
+    return world
+
+
+def test_a_round_from_its_opening_to_its_end() -> None:
+    world = World([2, 2])
+    assert isinstance(world.decide()[0], LayNewRings)
+    assert world.decide() == []
+    world.train("c0", 30)
+    world.train("c1", 60)
+    assert world.decide() == []
+    world.train("c1", 10)
+    (first,) = world.decide()
+    assert isinstance(first, OpenRound)
+    assert first.weights == {"c0": 30.0, "c1": 70.0}
+    names = sorted(world.participants())
+    for name in names[:-1]:
+        world.average(name)
+        assert world.decide() == []
+    world.average(names[-1])
+    assert isinstance(world.decide()[0], CommitRound)
+    assert world.state.since == {"c0": 0, "c1": 0}
+    for name in names:
+        assert world.decide() == []
+        world.shift(name)
+    assert world.decide() == [CloseRound(1, "")]
+    assert world.state.round is None
+    assert world.state.rounds_done == 1
+
+
+def test_a_lost_cluster_costs_one_more_attempt_among_the_others() -> None:
+    world = opened(World([2, 2, 2]))
+    world.lose("c1")
+    (again,) = world.decide()
+    assert isinstance(again, OpenRound)
+    assert (again.number, again.attempt, set(again.weights)) == (1, 1, {"c0", "c2"})
+    for name in world.participants():
+        world.average(name)
+    assert isinstance(world.decide()[0], CommitRound)
+
+
+def test_the_last_cluster_has_nobody_to_average_with() -> None:
+    world = opened(World([2, 2]))
+    world.lose("c1")
+    (closed,) = world.decide()
+    assert isinstance(closed, CloseRound)
+    assert "c1 is gone" in closed.reason
+    assert world.state.since["c0"] == 60  # counts the next time
+
+
+def test_a_slow_cluster_contributes_the_next_time() -> None:
+    world = opened(World([1, 1, 1]))
+    world.begin("n0-0")
+    world.begin("n1-0")
+    world.now_s += 9.9
+    assert world.decide() == []
+    world.now_s += 0.2
+    (again,) = world.decide()
+    assert isinstance(again, OpenRound)
+    assert set(again.weights) == {"c0", "c1"}
+    for name in world.participants():
+        world.average(name)
+    world.decide()
+    assert world.state.since == {"c0": 0, "c1": 0, "c2": 60}
+
+
+def test_who_is_named_is_left_out_if_others_remain() -> None:
+    world = opened(World([1, 1, 1]))
+    world.fail("n0-0", "n2-0")
+    (again,) = world.decide()
+    assert isinstance(again, OpenRound)
+    assert set(again.weights) == {"c0", "c1"}
+
+
+def test_averages_that_differ_are_taken_over_by_nobody() -> None:
+    world = opened(World([1, 1]))
+    world.average("n0-0", digest=1)
+    world.average("n1-0", digest=2)
+    (closed,) = world.decide()
+    assert isinstance(closed, CloseRound)
+    assert "differ" in closed.reason
+
+
+def test_training_that_is_over_is_averaged_once_more() -> None:
+    world = World([1, 1])
+    world.decide()
+    world.train("c0", 5)
+    assert decide_round(world.state, 0.0, WISHES) == []
+    (last,) = decide_round(world.state, 0.0, WISHES, is_last=True)
+    assert isinstance(last, OpenRound)
+    assert last.weights == {"c0": 5.0, "c1": 0.0}
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 50)), max_size=80)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes=st.lists(st.integers(1, 3), min_size=2, max_size=4), steps=STEPS)
+def test_whatever_happens(sizes: list[int], steps: list[tuple[int, int]]) -> None:
+    """Committed is only what all members have alike; the state is the same after a restart; nothing waits for ever."""
+    world = World(sizes)
+    for kind, choice in steps:
+        _happen(world, kind, choice)
+        for decision in world.decide():
+            if isinstance(decision, CommitRound):
+                now = world.state.round
+                assert now is not None
+                assert now.averaged.keys() >= world.participants()
+                assert len({tuple(sorted(d.items())) for d in now.averaged.values()}) <= 1
+        assert restore(snapshot(world.state)) == world.state
+    for _ in range(60):  # from now on all that is left answers
+        world.now_s += 5 * WISHES.grace_s
+        for cluster in world.members:
+            world.train(cluster, 10)
+        if world.state.round is not None:
+            for name in world.participants():
+                (world.shift if world.state.round.is_committed else world.average)(name)
+        before = world.state.rounds_done
+        world.decide()
+        if world.state.rounds_done > before:
+            return
+    assert len(world.state.training_clusters()) < 2
+
+
+def _happen(world: World, kind: int, choice: int) -> None:
+    clusters, now = list(world.members), world.state.round
+    cluster = clusters[choice % len(clusters)]
+    if kind == 0 and choice % 5 == 0:
+        world.lose(cluster)
+    elif kind == 1:
+        world.now_s += choice / 4
+    elif kind == 2:
+        world.train(cluster, choice)
+    elif now is not None and world.participants():
+        names = sorted(world.participants())
+        name, other = names[choice % len(names)], names[choice // 2 % len(names)]
+        if now.is_committed:
+            world.shift(name)
+        elif kind == 3:
+            world.begin(name)
+        elif kind == 4:
+            world.fail(name, other)
+        else:
+            world.average(name, digest=7 if choice % 17 else choice)
