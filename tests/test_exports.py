@@ -51,10 +51,10 @@ def test_commands_and_flags() -> None:
         ],
         "ticket": ["--debug", "--run", "--uses", "--valid"],
         "train": [
-            "--accumulate", "--advertise", "--autocast", "--compression", "--coordinator", "--cores", "--debug",
-            "--epochs", "--folder", "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes",
-            "--mode", "--recompute", "--seed", "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid",
-            "--validate-every", "--wait", "--whole", "job",
+            "--accumulate", "--advertise", "--autocast", "--average-every", "--codec", "--compression",
+            "--coordinator", "--cores", "--debug", "--epochs", "--folder", "--listen", "--local", "--max-staleness",
+            "--memory", "--microbatch", "--min-nodes", "--mode", "--outer", "--recompute", "--seed", "--speeds",
+            "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait", "--whole", "job",
         ],
     }  # fmt: skip
 

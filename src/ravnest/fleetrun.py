@@ -304,6 +304,9 @@ class FleetRun:
         self._until(self._all_settled)
         self._serving.call(lambda coordinator: coordinator.end_training())
         self._until(self._all_updated, _PATIENCE_S, "the last updates")
+        if self._bad is None:
+            self._serving.call(Coordinator.average_for_the_last_time)
+            self._until(self._is_averaged, _PATIENCE_S, "the last averaging")
         if validate is not None and self._bad is None:
             trained = [c for c, t in self._clusters.items() if t.losses]
             self._evaluate(trained, validate(), step=self.progress.step, fresh=True)
@@ -318,6 +321,9 @@ class FleetRun:
         if any(batches for cluster, batches in outstanding.items() if cluster != bad):
             return False
         return self._is_over() or (not waiting and self._settled >= self.work.supply.produced)
+
+    def _is_averaged(self) -> bool:
+        return self._serving.call(lambda coordinator: coordinator.averaging.is_settled)
 
     def _all_evaluated(self) -> bool:
         return not any(training.record.is_evaluating for training in self._clusters.values())
@@ -344,9 +350,12 @@ class FleetRun:
     def _save_cluster(self, cluster: str) -> bool:
         training = self._clusters[cluster]
         if len(self._clusters) > 1:
+            rounds = self._serving.call(lambda coordinator: coordinator.state.rounds_done)
             self.show.told(
-                f"the model of this run is that of cluster {cluster}, the best of {len(self._clusters)} "
-                f"(loss {training.worth:.4f}): clusters do not average their weights yet"
+                f"the model of this run is the average of its clusters, of which there were {rounds} rounds"
+                if rounds
+                else f"the model of this run is that of cluster {cluster}, the best of {len(self._clusters)} "
+                f"(loss {training.worth:.4f}): they did not average"
             )
         self._serving.call(lambda coordinator: coordinator.save(cluster))
         wanted = training.record.num_stages

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .api import Run, limited, new_folder
 from .clusterplan import ClusterMaker
 from .coordinator.decide import Wishes
+from .coordinator.rounds import AveragingWishes
 from .coordinator.service import ServiceConfig
 from .core.units import parse_seconds
 from .data import Batches
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["train_on_fleet"]
 
 _EVERYWHERE = "*"
+_AVERAGE_BATCHES = 16  # of each cluster between two averagings, if nobody says otherwise
 
 
 def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
     """Listen, plan for those who join, train, and keep the best cluster's model."""
-    config = _service(how)
     batches = Batches(job.data)
+    config = _service(how, job.batch_size(batches.first))
     show.told("tracing the model and timing its operations")
     program = trace(job.model, job.loss, batches.first)
     size = job.batch_size(batches.first)
@@ -57,7 +59,8 @@ def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
     return Run(folder, run.result, run.losses, run.evaluations, run.result_stages, run.progress.samples_per_s)
 
 
-def _service(how: Training) -> ServiceConfig:
+def _service(how: Training, batch_size: int) -> ServiceConfig:
+    every = _AVERAGE_BATCHES * batch_size if how.average_every is None else how.average_every
     host, port = parse_address(how.on, default_host=_EVERYWHERE)
     addresses = tuple(parse_address(text) for text in how.advertise.split(",")) if how.advertise else ()
     return ServiceConfig(
@@ -67,5 +70,6 @@ def _service(how: Training) -> ServiceConfig:
         advertise=addresses,
         ticket_s=parse_seconds(how.ticket_valid),
         ticket_uses=how.ticket_uses,
+        averaging=AveragingWishes(average_every=every, codec=how.codec, outer=how.outer),
         wishes=Wishes(min_nodes=how.min_nodes, wait_s=how.wait_s, min_stages=1 if how.whole else 2),
     )

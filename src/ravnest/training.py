@@ -53,6 +53,9 @@ class Training:
     min_nodes: int = 2
     wait_s: float = 15.0
     whole: bool = False  # one node may hold the whole model
+    average_every: int | None = None  # samples of a cluster between two averagings of clusters; 0: never
+    codec: str = "fp32"  # of what clusters average: fp32, bf16 or int8
+    outer: str = "plain"  # what becomes of an average: plain, or nesterov
     advertise: str | None = None  # addresses for the ticket: "example.org:7700,192.168.1.5:7700"
     ticket_valid: str = "7d"
     ticket_uses: int | None = None

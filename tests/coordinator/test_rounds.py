@@ -18,7 +18,7 @@ from ravnest.coordinator.rounds import (
 from ravnest.coordinator.state import State, apply, restore, snapshot
 from ravnest.core.control import NodeProfile, Whereabouts
 
-WISHES = AveragingWishes(average_every=100, grace_s=10.0)
+WISHES = AveragingWishes(average_every=50, grace_s=10.0)
 PROFILE = NodeProfile(memory_bytes=10**9, gflops=10.0)
 
 
@@ -91,7 +91,7 @@ class World:
         now = self.state.round
         assert now is not None
         self.begin(name)
-        self.do(on.NodeAveraged(self.now_s, name, now.number, now.attempt, {0: digest}))
+        self.do(on.NodeAveraged(self.now_s, name, now.number, now.attempt, {0: str(digest)}))
 
     def fail(self, name: str, peer: str) -> None:
         now = self.state.round

@@ -64,11 +64,19 @@ class Office(Protocol):
 class Averaging:
     """Lives in the coordinator's loop."""
 
-    def __init__(self, office: Office, wishes: AveragingWishes, codec: str = "fp32") -> None:
-        self._office, self.wishes, self._codec = office, wishes, codec
+    def __init__(self, office: Office, wishes: AveragingWishes) -> None:
+        self._office, self.wishes = office, wishes
         self._laying: asyncio.Task[None] | None = None
         self._tokens: list[str] = []
         self.is_last = False  # training is over: what was trained since the last round is averaged
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to average, or nobody to do it with."""
+        state = self._office.state
+        if not self.wishes.average_every or len(state.training_clusters()) < 2:
+            return state.round is None
+        return state.round is None and not any(state.since.get(c.plan.id, 0) for c in state.training_clusters())
 
     def look(self) -> None:
         """Decide and act."""
@@ -139,7 +147,7 @@ class Averaging:
         }
         return Average(
             generation=state.rings.generation, round=state.round.number, attempt=state.round.attempt, weights=weights,
-            codec=self._codec, within_s=20 * self.wishes.grace_s,
+            codec=self.wishes.codec, outer=self.wishes.outer, within_s=20 * self.wishes.grace_s,
         )  # fmt: skip
 
     def _tell_participants(self, order: Order) -> None:

@@ -316,6 +316,11 @@ class Coordinator:
         for live in self.clusters.values():
             self._tell(live, live.end_after(live.feeder.windows))
 
+    def average_for_the_last_time(self) -> None:
+        """Training is over: what was trained since the last round is averaged."""
+        self.averaging.is_last = True
+        self._wake.set()
+
     def end_after(self, cluster: str, updates: int) -> None:
         if (live := self.clusters.get(cluster)) is not None:
             self._tell(live, live.end_after(updates))

@@ -223,7 +223,7 @@ class NodeAveraged(_Event, frozen=True):
     name: str
     number: int
     attempt: int
-    digests: dict[int, int]
+    digests: dict[int, str]
 
 
 class NodeNotAveraged(_Event, frozen=True):

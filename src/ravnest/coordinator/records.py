@@ -119,7 +119,7 @@ class RoundRecord(_Record, kw_only=True):
     opened_s: float
     began_s: float  # this attempt
     begun: set[str] = set()  # who has its snapshot
-    averaged: dict[str, dict[int, int]] = {}
+    averaged: dict[str, dict[int, str]] = {}
     failed: dict[str, str] = {}  # by node: who did not answer, or whose numbers were refused
     is_committed: bool = False
     shifted: set[str] = set()

@@ -1,7 +1,7 @@
 """Averaging rounds, as what is known of them and what to do next: pure, like all of the coordinator's decisions.
 
     lay rings     when other clusters train than those that have rings, and no round is under way
-    open a round  when the clusters with rings have trained `average_every` samples together since the last
+    open a round  when the clusters with rings have trained `average_every` samples since the last, on average
     commit        when every member has its averages, and those of a ring agree
     try again     among those that are left, from the same snapshots, when one is lost or does not answer
     close         when all have taken the average over, or when nothing can come of it
@@ -27,14 +27,21 @@ _FINISH = 10  # times the grace that an attempt may take once all have begun
 
 @config
 class AveragingWishes:
-    """How often clusters average, in samples of all of them together (0: never), and how long one may be waited for."""
+    """How often clusters average, in samples of each on average (0: never), and how long one may be waited for.
+
+    `codec` says how numbers travel (fp32, bf16 or int8), `outer` what becomes of an average (plain or nesterov).
+    """
 
     average_every: int = 0
     grace_s: float = 60.0
+    codec: str = "fp32"
+    outer: str = "plain"
 
     def __post_init__(self) -> None:
         require(self.average_every >= 0, f"average_every is a number of samples, 0 for never, not {self.average_every}")
         require(self.grace_s > 0, f"grace_s must be above 0, not {self.grace_s}")
+        require(self.codec in ("fp32", "bf16", "int8"), f"a codec is fp32, bf16 or int8, not {self.codec!r}")
+        require(self.outer in ("plain", "nesterov"), f"the outer step is plain or nesterov, not {self.outer!r}")
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ def _between_rounds(
     if not rings.ready >= rings.members:
         return
     samples = sum(state.since.get(cluster, 0) for cluster in training)
-    if samples and (is_last or samples >= wishes.average_every):
+    if samples and (is_last or samples >= wishes.average_every * len(training)):
         weights = {cluster: float(state.since.get(cluster, 0)) for cluster in training}
         reason = "training is over" if is_last else f"{samples} samples were trained since the last"
         yield OpenRound(state.rounds_begun + 1, 0, weights, reason)
@@ -188,9 +195,9 @@ def _cluster_of(state: State, name: str) -> str | None:
     return node.cluster if node is not None else None
 
 
-def _differing(averaged: dict[str, dict[int, int]]) -> int | None:
+def _differing(averaged: dict[str, dict[int, str]]) -> int | None:
     """A ring of which two members have different averages."""
-    seen: dict[int, int] = {}
+    seen: dict[int, str] = {}
     for digests in averaged.values():
         for ring, digest in digests.items():
             if seen.setdefault(ring, digest) != digest:

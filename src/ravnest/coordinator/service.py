@@ -34,6 +34,7 @@ from .members import members_only
 from .patience import Patience
 from .people import People
 from .requester import Requester
+from .rounds import AveragingWishes
 from .server import make_app
 from .status import Live, Status, status_of
 from .web import WebPort
@@ -59,6 +60,7 @@ class ServiceConfig:
     ticket_s: float = 7 * 86400.0
     ticket_uses: int | None = None
     wishes: Wishes = field(default_factory=Wishes)
+    averaging: AveragingWishes = field(default_factory=AveragingWishes)
     front: FrontConfig = field(default_factory=FrontConfig)
     patience: Patience = field(default_factory=Patience)
     clock: Callable[[], float] = time.time
@@ -90,7 +92,13 @@ class Service:
         self._journal = Journal(journal, on_trouble=self._trouble)
         self._on_event, self._live = on_event, live
         self.coordinator = Coordinator(
-            state, requester, config.wishes, keep=self._kept, clock=config.clock, patience=config.patience
+            state,
+            requester,
+            config.wishes,
+            averaging=config.averaging,
+            keep=self._kept,
+            clock=config.clock,
+            patience=config.patience,
         )
         for problem in problems:
             self.coordinator.note(problem)

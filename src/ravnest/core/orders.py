@@ -61,6 +61,7 @@ class Average(_Message, frozen=True, kw_only=True):
     attempt: int
     weights: dict[str, float]
     codec: str = "fp32"
+    outer: str = "plain"
     within_s: float = 600.0
 
 
@@ -138,7 +139,7 @@ class Averaged(_Message, frozen=True, kw_only=True):
 
     round: int
     attempt: int
-    digests: dict[int, int]
+    digests: dict[int, str]
     seconds: float = 0.0
     sent_bytes: int = 0
     saved_bytes: int = 0  # by the codec, of what float32 would have taken
