@@ -114,8 +114,8 @@ class Trainer:
         for name, moved in by.items():
             if name not in self.versions.master:
                 for tensors in (self.fixed, *self._buffers_before.values()):
-                    if name in tensors:
-                        _move(tensors[name], moved.to(self.device))
+                    if name in tensors:  # a new tensor: what is in flight has kept the old one
+                        tensors[name] = _moved(tensors[name], moved.to(self.device))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.autocast == "none":
@@ -166,9 +166,9 @@ def _take(leaves: Mapping[str, Tensor]) -> Tensors:
     return taken
 
 
-def _move(tensor: Tensor, by: Tensor) -> None:
+def _moved(tensor: Tensor, by: Tensor) -> Tensor:
     """Whole numbers stay whole."""
-    tensor.add_(by if tensor.is_floating_point() else by.round().to(tensor.dtype))
+    return tensor + (by if tensor.is_floating_point() else by.round()).to(tensor.dtype)
 
 
 def squares(gradients: Mapping[str, Tensor]) -> float:
