@@ -21,7 +21,7 @@ from benchmarks.fleets import FLOPS_PER_S, gpt_chain
 from ravnest.coordinator.decide import Wishes, decide
 from ravnest.coordinator.events import Cluster, Event, Idle, LeaseGranted, LeaseReturned
 from ravnest.coordinator.planning import form_apart
-from ravnest.coordinator.requester import Piece, Planned, StageFiles
+from ravnest.coordinator.requester import Piece, Planned, RingShape, StageFiles
 from ravnest.coordinator.service import Service, ServiceConfig
 from ravnest.core.control import NodeProfile
 from ravnest.core.orders import Reports
@@ -64,6 +64,9 @@ class Zeros:
     def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
         brief = msgspec.json.encode({"accumulate": cluster.accumulate})
         return [StageFiles(bytes([i]) * _STAGE_BYTES, brief) for i in range(len(profiles))]
+
+    def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:
+        return []
 
     def available(self) -> int:
         return self.available_batches

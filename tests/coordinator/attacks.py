@@ -19,7 +19,7 @@ from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.decide import Wishes
 from ravnest.coordinator.events import Cluster, Idle
 from ravnest.coordinator.patience import Patience
-from ravnest.coordinator.requester import Piece, Planned, StageFiles
+from ravnest.coordinator.requester import Piece, Planned, RingShape, StageFiles
 from ravnest.coordinator.service import Service, ServiceConfig
 from ravnest.core.control import NodeProfile
 from ravnest.core.errors import PlanError
@@ -63,6 +63,9 @@ class Giver:
 
     def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
         return [StageFiles(self.file, b"a brief", max_bytes=self.max_bytes) for _ in cluster.members]
+
+    def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:
+        return []
 
     def available(self) -> int:
         return self.given

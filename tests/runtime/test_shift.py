@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -29,11 +31,15 @@ def test_the_newest_weights_move_and_all_that_follow(correction: Correction, del
         if step == 4:
             made[1].shift({"w": by})
         for versions in made:
-            versions.update(lambda weights, size=step: weights["w"].add_(float(size)))
+            versions.update(partial(_add, float(step)))
         plain, moved = ({**v._live, "master": v.master} for v in made)
         for key in plain:
             expected = by if step >= 4 and (key == "master" or key > 4) else torch.zeros(3)
             assert torch.equal(moved[key]["w"].detach() - plain[key]["w"].detach(), expected), (step, key)
+
+
+def _add(size: float, weights: dict[str, torch.Tensor]) -> None:
+    weights["w"].add_(size)
 
 
 def test_what_is_in_flight_comes_back() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterable
+from itertools import combinations
+from math import inf
 from typing import Protocol
 
 from ..core.errors import RavnestError
@@ -40,6 +43,9 @@ from .rounds import AveragingWishes, CloseRound, CommitRound, LayNewRings, OpenR
 from .state import State
 
 __all__ = ["Averaging", "AveragingReport", "Office"]
+
+_ALL_LINKED = 6  # members
+_PIECE_S, _LEAST_PIECE, _MOST_PIECE = 0.05, 2**13, 2**18
 
 AveragingReport = RingsReady | Begun | Averaged | NotAveraged | Shifted
 
@@ -120,7 +126,7 @@ class Averaging:
             office.hub.close(token)
         pairs: dict[tuple[str, str], str] = {}
         for shape in shapes:
-            for a, b in zip(shape.members, (*shape.members[1:], shape.members[0]), strict=True):
+            for a, b in _linked(shape.members):
                 pairs.setdefault((min(a, b), max(a, b)), secrets.token_urlsafe(24))
         for pair, token in pairs.items():
             office.hub.open(token, pair)
@@ -147,7 +153,8 @@ class Averaging:
         }
         return Average(
             generation=state.rings.generation, round=state.round.number, attempt=state.round.attempt, weights=weights,
-            codec=self.wishes.codec, outer=self.wishes.outer, within_s=20 * self.wishes.grace_s,
+            codec=self.wishes.codec, outer=self.wishes.outer, piece_elements=_piece_elements(state, weights),
+            within_s=20 * self.wishes.grace_s,
         )  # fmt: skip
 
     def _tell_participants(self, order: Order) -> None:
@@ -176,6 +183,19 @@ class Averaging:
                 record(NodeNotAveraged(at_s, name, number, attempt, reason[:500], peer[:63]))
             case Shifted(round=number):
                 record(NodeShifted(at_s, name, number))
+
+
+def _linked(members: tuple[str, ...]) -> Iterable[tuple[str, str]]:
+    """Neighbours; in a small ring everybody, so that those who are left when one is lost are neighbours too."""
+    if len(members) <= _ALL_LINKED:
+        return combinations(members, 2)
+    return zip(members, (*members[1:], members[0]), strict=True)
+
+
+def _piece_elements(state: State, names: Iterable[str]) -> int:
+    """So many numbers as the slowest line sends in a moment, so that nothing waits long behind a piece."""
+    slowest = min((state.nodes[name].profile.up_bytes_per_s for name in names), default=inf)
+    return int(min(max(slowest * _PIECE_S / 4, _LEAST_PIECE), _MOST_PIECE))
 
 
 def _nodes_of(state: State, cluster: str) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ class Average(_Message, frozen=True, kw_only=True):
     weights: dict[str, float]
     codec: str = "fp32"
     outer: str = "plain"
+    piece_elements: int = 2**18
     within_s: float = 600.0
 
 

@@ -162,6 +162,7 @@ class Pump:
         self._config = config or PumpConfig()
         self._sender = Sender(link, self._config)
         self.put = self._sender.put
+        self.drain = self._sender.drain
         self._receiver = Receiver(link, place, on_message, self._config)
         self._ending = threading.Lock()  # taken once, by the first of failure and close; never released
         self._threads = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ..core.config import require
 from ..core.control import Part, Peer, Whereabouts
 from ..core.errors import LinkError, ProgramError
 from ..core.messages import Data
-from ..core.orders import Linked, Order, Stop
+from ..core.orders import Abandon, Average, Commit, LayRings, Linked, Order, Stop
 from ..graph import Limits, Stage, load
 from ..net.addresses import Address
 from ..net.door import Door
@@ -30,7 +30,10 @@ from ..net.link import Link, LinkConfig
 from ..net.pace import Pace
 from ..net.tunnel import RelayInfo
 from ..net.ways import Here, PeerInfo
+from ..rings.line import AveragingConfig
+from ..rings.messages import Message
 from .orders import Assign
+from .ringdesk import RingDesk
 from .stagework import StageWork, Tell, failure_of
 from .talk import Take
 
@@ -50,6 +53,7 @@ class Lent:
     where: Callable[[], Whereabouts]
     memory_bytes: int
     threads: int
+    expect: Callable[[Sequence[str]], None]  # let these nodes in, besides the neighbours
     pace: Pace | None = None
 
 
@@ -67,6 +71,7 @@ class PartRun:
         self._lock = threading.Lock()  # around the next three
         self._early: list[Order] = []
         self._work: StageWork | None = None
+        self._desk: RingDesk | None = None
         self._is_stopped = False
 
     def run(self) -> None:
@@ -80,12 +85,14 @@ class PartRun:
                 self._tell(failure_of(error))
 
     def order(self, order: Order) -> None:
+        if isinstance(order, LayRings):
+            self._lent.expect([peer.name for peer in order.peers])
         with self._lock:
             self._is_stopped |= isinstance(order, Stop)
-            if self._work is None:
+            if self._work is None or self._desk is None:
                 self._early.append(order)
             else:
-                self._work.order(order)
+                self._pass_on(order)
         if isinstance(order, Stop):
             self._dialling.stop()
 
@@ -109,12 +116,16 @@ class PartRun:
             if after is not None:
                 after.close()
             raise
+        config = AveragingConfig(turn=work, pace=lent.pace)
+        desk = RingDesk(lent.identity.name, self._reach_ring, work.ask, self._tell, config)
+        desk.start()
         try:
-            self._begin(work)
+            self._begin(work, desk)
             work.run()
         finally:
             with self._lock:
-                self._work = None  # its memory goes with it
+                self._work = self._desk = None  # their memory goes with them
+            desk.close()
             work.close(flush_s=_FLUSH_S if self._is_stopped else 0.0)
 
     def _read_brief(self) -> Assign:
@@ -134,12 +145,20 @@ class PartRun:
         require((part.before is None) == (stage.index == 0), "only the first stage has none before it")
         require((part.after is None) == (stage.index == stage.count - 1), "only the last stage has none after it")
 
-    def _begin(self, work: StageWork) -> None:
+    def _begin(self, work: StageWork, desk: RingDesk) -> None:
         """From now on orders go to the stage; those that came before go first."""
         with self._lock:
-            self._work = work
+            self._work, self._desk = work, desk
             for order in self._early:
-                work.order(order)
+                self._pass_on(order)
+
+    def _pass_on(self, order: Order) -> None:
+        assert self._work is not None
+        assert self._desk is not None
+        if isinstance(order, LayRings | Average | Commit | Abandon):
+            self._desk.order(order)
+        else:
+            self._work.order(order)
 
     def _connect(self) -> tuple[Link, Link | None]:
         """Links to both sides, dialled at once."""
@@ -151,17 +170,23 @@ class PartRun:
         links = dialling.wait()
         return links["before"], links.get("after")
 
-    def _reach(self, peer: Peer) -> Link:
+    def _reach_ring(self, peer: Peer, generation: int) -> Link:
+        return self._reach(peer, "ring", LinkConfig(headers=Message, generation=generation))
+
+    def _reach(self, peer: Peer, purpose: str = "stage", config: LinkConfig | None = None) -> Link:
         info = PeerInfo(
             name=peer.name,
             addresses=peer.where.addresses,
             observed=peer.where.observed,
             relay=RelayInfo(address=self._take.coordinator, token=peer.relay_token),
-            purpose="stage",
+            purpose=purpose,
         )
         here = self._lent.where()
         reached = self._lent.door.reach(
-            info, self._link_config(), here=Here(addresses=here.addresses, observed=here.observed), deadline_s=_REACH_S
+            info,
+            config or self._link_config(),
+            here=Here(addresses=here.addresses, observed=here.observed),
+            deadline_s=_REACH_S,
         )
         self._tell(Linked(peer.name, reached.how, reached.reason[:1000], reached.hint[:1000]))
         return reached.link

@@ -53,6 +53,10 @@ class Port:
     def close(self, flush_s: float) -> None:
         self._pump.close(flush_s=flush_s)
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued; whether that is so."""
+        return self._pump.drain(deadline_s=timeout_s)
+
     @property
     def depth(self) -> int:
         return self._pump.depth
@@ -101,6 +105,9 @@ class Wall:
 
     def start(self) -> None:
         pass
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
 
     def put(self, header: Data, tensors: Sequence[Tensor]) -> None:
         raise AssertionError(f"nobody takes a {type(header).__name__} here")

@@ -21,6 +21,7 @@ from ..core.orders import EndAfter, Evaluated, Failed, Lost, Order, Ready, Repor
 from ..core.schedule import Schedule
 from ..graph import Limits, Stage, initialise, read_weights, write_weights
 from ..graph.rehearse import rehearse_batch
+from ..net.deadline import Deadline
 from ..net.link import Link
 from ..net.pace import Pace
 from ..net.pump import OnError
@@ -34,6 +35,8 @@ from .ports import Port, Wall
 __all__ = ["StageWork", "Tell", "failure_of"]
 
 Tell: TypeAlias = Callable[[Reports], None]
+
+_YIELD_S = 1.0
 
 
 class StageWork:
@@ -86,6 +89,17 @@ class StageWork:
                     loop.stop()
 
         self._inbox.call(carry_out)
+
+    def ask(self, command: Callable[[Loop], None]) -> None:
+        """Have the loop do something between two actions."""
+        self._inbox.call(command)
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """Wait until nothing is to be sent over the stage's own links, but not for long: who else sends goes then."""
+        until = Deadline(min(timeout_s, _YIELD_S))
+        for port in (self._before, self._after):
+            port.drain(until.left_s())
+        return True
 
     def breaks(self, what: str) -> OnError:
         """A handler that makes the stage fail with the reason why something broke."""

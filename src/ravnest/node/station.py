@@ -72,6 +72,7 @@ class Station:
         self._parts: list[PartRun] = []  # the one that runs, and those to come
         self._lent: Lent | None = None
         self._names: frozenset[str] = frozenset()
+        self._ring_names: frozenset[str] = frozenset()
         self._pump = Pump(link, lambda header, lengths: [], self._heard, self._agent_lost, PumpConfig(capacity=256))
 
     def run(self) -> None:
@@ -95,6 +96,7 @@ class Station:
                 where=lambda: lookout.where,
                 memory_bytes=profile.memory_bytes,
                 threads=profile.threads,
+                expect=self._expect,
                 pace=None if limit is None else Pace(limit),
             )
             self._tell(Opened(door.address[1]))
@@ -104,6 +106,13 @@ class Station:
                 self._be(run)
             lookout.close()
 
+    def _expect(self, names: Sequence[str]) -> None:
+        """Ring neighbours are let in too."""
+        self._ring_names = frozenset(names)
+
+    def _is_expected(self, name: str) -> bool:
+        return name in self._names or name in self._ring_names
+
     def _open_door(self) -> Door:
         """At the port that this node had before, if it is free; for IPv6 and IPv4, where there are both."""
         begin, error = self._begin, LinkError("there is no port to listen on")
@@ -112,7 +121,10 @@ class Station:
                 try:
                     reception = ReceptionConfig(on_refused=_Refusals())
                     return Door(
-                        (host, port), self._identity, allowed=lambda name: name in self._names, reception=reception
+                        (host, port),
+                        self._identity,
+                        allowed=lambda name: name in self._names or name in self._ring_names,
+                        reception=reception,
                     )
                 except LinkError as refused:
                     error = refused
@@ -124,7 +136,7 @@ class Station:
         self._names = frozenset(peer.name for peer in (part.before, part.after) if peer is not None)
         _log.info("generation %d: stage %d of %d in %s", part.generation, part.stage, part.count, part.cluster)
         run.run()
-        self._names = frozenset()
+        self._names = self._ring_names = frozenset()
         with self._lock:
             self._parts.remove(run)
         del run

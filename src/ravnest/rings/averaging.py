@@ -72,6 +72,12 @@ class Averaging:
             time.monotonic() - began_s,
         )
 
+    def cut_short(self) -> None:
+        """End the attempt that is under way, from any thread: rings that are not done have failed."""
+        with self._router.changed:
+            self._router.attempt.expire(0.0)
+            self._router.changed.notify_all()
+
     def close(self) -> None:
         """End all links and threads."""
         for line in self._lines.values():
