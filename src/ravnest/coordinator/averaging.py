@@ -166,7 +166,7 @@ class Averaging:
 
     def _tell_all(self, order: Order) -> None:
         state = self._office.state
-        for name in state.rings.members if state.rings is not None else ():
+        for name in state.ring_members:
             self._office.tell_order(name, order)
 
     def reported(self, name: str, report: AveragingReport) -> None:
@@ -201,5 +201,5 @@ def _piece_elements(state: State, names: Iterable[str]) -> int:
 def _nodes_of(state: State, cluster: str) -> tuple[str, ...]:
     """Nodes of a cluster that own something to average."""
     found = state.clusters.get(cluster)
-    in_rings = state.rings.members if state.rings is not None else set()
+    in_rings = state.ring_members
     return tuple(name for name in found.plan.members if name in in_rings) if found is not None else ()

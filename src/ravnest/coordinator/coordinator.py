@@ -437,8 +437,8 @@ class Coordinator:
                 self.averaging.reported(name, report)
 
     def _linked(self, live: LiveCluster, name: str, said: Linked) -> None:
-        if said.peer not in (*live.plan.members, COORDINATOR):
-            raise FrameError("it has a link to somebody who is not of its cluster")
+        if said.peer not in (*live.plan.members, COORDINATOR) and said.peer not in self.state.ring_members:
+            raise FrameError("it has a link to somebody who is neither of its cluster nor of its rings")
         made = LinkMade(self.now_s(), live.id, name, said.peer, said.how[:20], said.reason[:500], said.hint[:500])
         known = self.state.clusters[live.id].links.get((name, said.peer))
         if known != LinkRecord(made.how, made.reason, made.hint):  # else it says so once more

@@ -246,6 +246,11 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Those that are forming or training, the oldest first."""
         return (cluster for cluster in self.clusters.values() if cluster.is_live)
 
+    @property
+    def ring_members(self) -> set[str]:
+        """Nodes that average with others."""
+        return self.rings.members if self.rings is not None else set()
+
     def training_clusters(self) -> list[ClusterRecord]:
         return [cluster for cluster in self.clusters.values() if cluster.phase == "training"]
 

@@ -186,7 +186,7 @@ def _again(now: RoundRecord, weights: dict[str, float], reason: str) -> RoundDec
 
 def _members(state: State, clusters: Collection[str]) -> set[str]:
     """Nodes of these clusters that own something to average."""
-    in_rings = state.rings.members if state.rings is not None else set()
+    in_rings = state.ring_members
     return {name for cluster in clusters for name in state.clusters[cluster].plan.members if name in in_rings}
 
 

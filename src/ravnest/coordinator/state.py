@@ -189,7 +189,8 @@ def _leave_idle(state: State, why: dict[str, str]) -> None:
 
 def _link(state: State, event: on.LinkMade) -> None:
     cluster = state.clusters.get(event.cluster)
-    if cluster is not None and event.a in cluster.plan.members and event.b in (*cluster.plan.members, COORDINATOR):
+    known = (*cluster.plan.members, COORDINATOR, *state.ring_members) if cluster is not None else ()
+    if cluster is not None and event.a in cluster.plan.members and event.b in known:
         cluster.links[event.a, event.b] = LinkRecord(event.how, event.reason, event.hint)
 
 

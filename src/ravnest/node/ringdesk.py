@@ -27,7 +27,7 @@ from ..rings.outer import Nesterov, step_nesterov
 from ..rings.part import Part, new_residual
 from ..rings.spec import RingSpec
 from ..runtime.loop import Loop
-from .snapshot import Floats, differences, flatten
+from .snapshot import Floats, flatten, unflatten
 from .stagework import Tell
 
 __all__ = ["RingDesk", "RingOrder"]
@@ -43,6 +43,7 @@ class _Round:
     """What a node has of the round it is in."""
 
     number: int
+    updates: int  # of the snapshot
     snapshot: dict[int, Floats]
     results: dict[int, Floats]
     attempt: int = -1
@@ -182,17 +183,17 @@ class RingDesk:
 
     def _begin(self, number: int, rings: _Rings) -> None:
         """A snapshot at the loop's next pause, which is between two actions, so all of one version."""
-        taken: Future[dict[int, Floats]] = Future()
+        taken: Future[tuple[int, dict[int, Floats]]] = Future()
 
         def take(loop: Loop) -> None:
             try:
-                taken.set_result(flatten(rings.laid.seats, loop.trainer.weights()))
+                taken.set_result((loop.schedule.updates, flatten(rings.laid.seats, loop.trainer.weights())))
             except RavnestError as error:
                 taken.set_exception(error)
 
         self._ask(take)
-        snapshot = taken.result(_SNAPSHOT_S)
-        self._round = _Round(number, snapshot, {ring: np.empty_like(v) for ring, v in snapshot.items()})
+        updates, snapshot = taken.result(_SNAPSHOT_S)
+        self._round = _Round(number, updates, snapshot, {ring: np.empty_like(v) for ring, v in snapshot.items()})
         self._tell(Begun(number))
 
     def _taking_part(self, rings: _Rings, order: Average) -> list[int]:
@@ -234,8 +235,13 @@ class RingDesk:
         seats = rings.laid.seats
 
         def take_over(loop: Loop) -> None:
-            moved = differences(seats, now.results, now.snapshot, loop.trainer.weights())
-            loop.trainer.shift(moved, now=loop.schedule.in_flight == 0)
+            tensors, is_idle = loop.trainer.weights(), loop.schedule.in_flight == 0
+            if is_idle and loop.schedule.updates == now.updates:
+                loop.trainer.adopt(unflatten(seats, now.results, tensors))  # to the last bit
+            else:
+                for ring, result in now.results.items():
+                    np.subtract(result, now.snapshot[ring], out=result)
+                loop.trainer.shift(unflatten(seats, now.results, tensors), now=is_idle)
             self._tell(Shifted(number))
 
         self._ask(take_over)

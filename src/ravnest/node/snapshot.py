@@ -1,4 +1,4 @@
-"""A stage's tensors as flat float32 vectors, one for each ring, and the way back: how far each tensor is to move.
+"""A stage's tensors as flat float32 vectors, one for each ring, and the way back.
 
 Tensors of any type are averaged as float32. A whole number (how many batches a batch norm has seen) is rounded when it
 moves.
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.errors import RavnestError
 from ..core.orders import Seat
 
-__all__ = ["Floats", "differences", "flatten"]
+__all__ = ["Floats", "flatten", "unflatten"]
 
 Floats = NDArray[np.float32]
 
@@ -35,16 +35,13 @@ def flatten(seats: Sequence[Seat], tensors: Mapping[str, Tensor]) -> dict[int, F
     return vectors
 
 
-def differences(
-    seats: Sequence[Seat], after: Mapping[int, Floats], before: Mapping[int, Floats], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """How far each tensor moves from `before` to `after`; the memory of `after` is used for it."""
-    moved: dict[str, Tensor] = {}
-    for seat in seats:
-        np.subtract(after[seat.ring], before[seat.ring], out=after[seat.ring])
-        for name, lo, hi in _places(seat, tensors):
-            moved[name] = torch.from_numpy(after[seat.ring][lo:hi]).view(tensors[name].shape)
-    return moved
+def unflatten(seats: Sequence[Seat], vectors: Mapping[int, Floats], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The vectors as tensors of these shapes, without copying."""
+    return {
+        name: torch.from_numpy(vectors[seat.ring][lo:hi]).view(tensors[name].shape)
+        for seat in seats
+        for name, lo, hi in _places(seat, tensors)
+    }
 
 
 def _places(seat: Seat, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:

@@ -117,6 +117,18 @@ class Trainer:
                     if name in tensors:  # a new tensor: what is in flight has kept the old one
                         tensors[name] = _moved(tensors[name], moved.to(self.device))
 
+    def adopt(self, values: Mapping[str, Tensor]) -> None:
+        """Have exactly these values from now on; nothing may be in flight."""
+        with torch.no_grad():
+            for weights in (self.versions.master, self.versions[self.versions.newest]):
+                for name, tensor in weights.items():
+                    if name in values:
+                        tensor.detach().copy_(values[name])
+        for name, tensor in values.items():
+            for tensors in (self.fixed, *self._buffers_before.values()):
+                if name in tensors and name not in self.versions.master:
+                    tensors[name] = _whole(tensor, tensors[name].dtype)
+
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.autocast == "none":
             return nullcontext()
@@ -168,7 +180,11 @@ def _take(leaves: Mapping[str, Tensor]) -> Tensors:
 
 def _moved(tensor: Tensor, by: Tensor) -> Tensor:
     """Whole numbers stay whole."""
-    return tensor + (by if tensor.is_floating_point() else by.round()).to(tensor.dtype)
+    return tensor + _whole(by, tensor.dtype)
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return (tensor if dtype.is_floating_point else tensor.round()).to(dtype)
 
 
 def squares(gradients: Mapping[str, Tensor]) -> float:
