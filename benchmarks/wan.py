@@ -41,12 +41,14 @@ def main() -> None:
 def measure(report: Report, stages: int, *, quick: bool) -> None:
     with Testbed(topology(stages)) as bed:
         others = Bystanders(bed)
-        found = rivals(bed, stages, ("1F1B",) if quick else ("1F1B", "GPipe"), steps=1 if quick else 3)
+        found = rivals(bed, stages, ("1F1B",) if quick else ("1F1B", "GPipe"), steps=1 if quick else 2)
         busy = others.cores()
+    sys.stderr.write(f"torch: {found}\n")
     with tempfile.TemporaryDirectory(prefix="ravnest-bench-") as folder, Testbed(topology(stages)) as bed:
         others = Bystanders(bed)
-        ours = wan_ours.train(bed, Path(folder), stages, steps=5 if quick else 16)
+        ours = wan_ours.train(bed, Path(folder), stages, steps=5 if quick else 12)
         busy_later = others.cores()
+    sys.stderr.write(f"{ours}\n")
     compute_s = [stage["compute_s"] for stage in found]
     most = bound(compute_s)
     rates = [(f"torch {name}, gloo", rate, busy) for name, rate in found[0]["samples_per_s"].items()]
