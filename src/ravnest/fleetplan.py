@@ -96,7 +96,7 @@ def time_job(work: Workload, optimizer: Optimizer, how: Training, *, accumulate:
         chain=compressed(chain, work.program, work.batch, how.compression),
         memory=memory_model(
             work.program, optimizer, how.correction, synchronous=synchronous, accumulate=accumulate,
-            recompute=how.recompute,
+            recompute=how.recompute, ring_copies=how.ring_copies,
         ),
         microbatch=work.batch,
         accumulate=accumulate,

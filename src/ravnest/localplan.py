@@ -154,9 +154,11 @@ def memory_model(
     synchronous: bool = False,
     accumulate: int = 0,
     recompute: bool = False,
+    ring_copies: int = 0,
 ) -> MemoryModel:
     """How a training of this program uses memory."""
     return MemoryModel(
+        ring_copies=ring_copies,
         synchronous=synchronous,
         accumulate=accumulate,
         correction_copies=Corrector(correction).extra_copies,

@@ -72,6 +72,12 @@ class Training:
         require(self.autocast in ("none", "bf16"), f"autocast is none or bf16, not {self.autocast!r}")
         compressions = ("none", "bf16", "int8")
         require(self.compression in compressions, f"compression is none, bf16 or int8, not {self.compression!r}")
+        require(self.codec in ("fp32", "bf16", "int8"), f"codec is fp32, bf16 or int8, not {self.codec!r}")
+        require(self.outer in ("plain", "nesterov"), f"outer is plain or nesterov, not {self.outer!r}")
+        require(
+            self.average_every is None or self.average_every >= 0,
+            f"average_every is a number of samples, 0 for never, not {self.average_every}",
+        )
         require(self.steps is None or self.steps >= 1, f"steps must be at least 1, not {self.steps}")
         require(self.epochs is None or self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
         require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
@@ -95,6 +101,13 @@ class Training:
     def parts(self) -> int:
         """Microbatches of a batch, if nobody says otherwise: about as many as are in flight."""
         return self.accumulate or (_PARTS if self.listens else self.num_nodes + 1)
+
+    @property
+    def ring_copies(self) -> int:
+        """Sets of weights that averaging keeps: snapshot and average, what a codec owes, reference and momentum."""
+        if self.average_every == 0:
+            return 0
+        return 2 + (self.codec != "fp32") + 2 * (self.outer != "plain")
 
     def microbatch_of(self, batch_size: int) -> int:
         return min(batch_size, self.microbatch or -(-batch_size // min(self.parts, batch_size)))

@@ -17,6 +17,11 @@ SHARE = Share(
 )
 
 
+def test_averaging_keeps_copies_of_the_parameters() -> None:
+    plain, rings = (stage_memory(SHARE, 3, MemoryModel(ring_copies=copies)) for copies in (0, 2))
+    assert rings.total - plain.total == rings.rings == 2 * SHARE.parameter_bytes
+
+
 def test_every_term() -> None:
     memory = stage_memory(SHARE, 3, MemoryModel(base_bytes=5, correction_copies=1))
     assert (memory.base, memory.fixed, memory.work) == (5, 7, 30)

@@ -1,12 +1,13 @@
 """What a stage needs of a node's memory, from plain numbers.
 
-    total       = base + weights + fixed + gradients + optimizer + activations + work + links
+    total       = base + weights + fixed + gradients + optimizer + activations + work + links + rings
     weights     = (parameters + borrowed) * versions      versions = 1 + delay + what the correction keeps
     delay       = 0 if synchronous, 1 if accumulate >= depth, else ceil((depth - 1) / accumulate)
     gradients   = (parameters + borrowed) * gradient copies
     optimizer   = parameters * optimizer bytes per parameter byte
     activations = saved * depth                           or, if recomputed: inputs * depth + saved
     links       = (what comes in + what goes out, both ways) * link buffers
+    rings       = parameters * ring copies                a snapshot and the average, where clusters average
 
 `depth` is the number of microbatches in flight at the stage, `saved` what one of them keeps until its backward,
 `work` the most that one op needs besides (its result's gradient, say), `fixed` what has one copy and no gradient:
@@ -34,7 +35,8 @@ class MemoryModel:
     `optimizer_ratio` is the optimizer's state in bytes per byte of parameters: 0 for plain SGD, 1 with momentum,
     2 for Adam. `correction_copies` are sets of weights that a correction for delays keeps besides the versions: the
     master, and the last update. `gradient_copies` is 2 where a window's gradient waits (clipping, tied weights) as
-    the next one gathers.
+    the next one gathers. `ring_copies` are those that averaging with other clusters takes: the snapshot and the
+    average, what a codec owes, the reference and its momentum.
     """
 
     synchronous: bool = False
@@ -44,6 +46,7 @@ class MemoryModel:
     gradient_copies: int = 1
     recompute: bool = False
     link_buffers: int = 2
+    ring_copies: int = 0
     base_bytes: int = _BASE_BYTES
 
     def __post_init__(self) -> None:
@@ -52,6 +55,7 @@ class MemoryModel:
         require(self.correction_copies >= 0, f"correction_copies must be 0 or more, not {self.correction_copies}")
         require(self.gradient_copies >= 1, f"gradient_copies must be at least 1, not {self.gradient_copies}")
         require(self.link_buffers >= 0, f"link_buffers must be 0 or more, not {self.link_buffers}")
+        require(self.ring_copies >= 0, f"ring_copies must be 0 or more, not {self.ring_copies}")
         require(self.base_bytes >= 0, f"base_bytes must be 0 or more, not {self.base_bytes}")
 
     def delay(self, depth: int) -> int:
@@ -90,19 +94,11 @@ class StageMemory:
     activations: int
     work: int
     links: int
+    rings: int = 0
 
     @property
     def total(self) -> int:
-        return (
-            self.base
-            + self.weights
-            + self.fixed
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.work
-            + self.links
-        )
+        return sum(vars(self).values())
 
     def __str__(self) -> str:
         """`"1.2 GB: weights 400.0 MB, optimizer 400.0 MB, ..."`, the largest first."""
@@ -126,4 +122,5 @@ def stage_memory(share: Share, depth: int, model: MemoryModel) -> StageMemory:
         activations=saved,
         work=share.work_bytes,
         links=share.link_bytes * model.link_buffers,
+        rings=share.parameter_bytes * model.ring_copies,
     )
