@@ -68,7 +68,7 @@ def test_what_is_said_again_is_told_once(tmp_path: Path) -> None:
     [
         (HELLO, "said hello twice"),
         (Report(1, Lost(0, (1.0,))), "comes from the last stage only"),
-        (Report(1, Linked("mallory", "direct", "")), "not of its cluster"),
+        (Report(1, Linked("mallory", "direct", "")), "it has a link to somebody who"),
         (Moved(Where((("not an address", 1),))), "does not appear to be an IPv4 or IPv6 address"),
         (Moved(Where((), ("127.0.0.1", 0))), "is not a port"),
     ],
