@@ -47,6 +47,7 @@ __all__ = ["FleetRun", "FleetWork"]
 
 _PATIENCE_S = 600.0
 _LOOK_S = 0.5
+_AVERAGE_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -305,8 +306,7 @@ class FleetRun:
         self._serving.call(lambda coordinator: coordinator.end_training())
         self._until(self._all_updated, _PATIENCE_S, "the last updates")
         if self._bad is None:
-            self._serving.call(Coordinator.average_for_the_last_time)
-            self._until(self._is_averaged, _PATIENCE_S, "the last averaging")
+            self._average()
         if validate is not None and self._bad is None:
             trained = [c for c, t in self._clusters.items() if t.losses]
             self._evaluate(trained, validate(), step=self.progress.step, fresh=True)
@@ -321,6 +321,14 @@ class FleetRun:
         if any(batches for cluster, batches in outstanding.items() if cluster != bad):
             return False
         return self._is_over() or (not waiting and self._settled >= self.work.supply.produced)
+
+    def _average(self) -> None:
+        """Once more over what was trained since the last round; if that cannot be, each cluster has its own model."""
+        self._serving.call(Coordinator.average_for_the_last_time)
+        try:
+            self._until(self._is_averaged, _AVERAGE_S, "the last averaging")
+        except RavnestError as error:
+            self.show.told(f"{error}: the clusters keep what they have")
 
     def _is_averaged(self) -> bool:
         return self._serving.call(lambda coordinator: coordinator.averaging.is_settled)

@@ -117,13 +117,13 @@ def test_a_round_from_its_opening_to_its_end() -> None:
     world = World([2, 2])
     assert isinstance(world.decide()[0], LayNewRings)
     assert world.decide() == []
-    world.train("c0", 30)
-    world.train("c1", 60)
+    world.train("c0", 40)
+    world.train("c1", 50)
     assert world.decide() == []
     world.train("c1", 10)
     (first,) = world.decide()
     assert isinstance(first, OpenRound)
-    assert first.weights == {"c0": 30.0, "c1": 70.0}
+    assert first.weights == {"c0": 40.0, "c1": 60.0}
     names = sorted(world.participants())
     for name in names[:-1]:
         world.average(name)
@@ -137,6 +137,27 @@ def test_a_round_from_its_opening_to_its_end() -> None:
     assert world.decide() == [CloseRound(1, "")]
     assert world.state.round is None
     assert world.state.rounds_done == 1
+
+
+def test_a_newcomer_is_a_ghost_in_its_first_round() -> None:
+    world = World([1, 1, 1])
+    world.decide()
+    world.train("c0", 90)
+    world.train("c1", 60)
+    (first,) = world.decide()
+    assert isinstance(first, OpenRound)
+    assert first.weights == {"c0": 90.0, "c1": 60.0, "c2": 0.0}  # has trained nothing to speak of
+    for name in world.participants():
+        world.average(name)
+    world.decide()
+    for name in world.participants():
+        world.shift(name)
+    world.decide()
+    world.train("c2", 70)
+    world.train("c0", 90)
+    (second,) = world.decide()
+    assert isinstance(second, OpenRound)
+    assert second.weights == {"c0": 90.0, "c1": 0.0, "c2": 70.0}
 
 
 def test_a_lost_cluster_costs_one_more_attempt_among_the_others() -> None:

@@ -39,7 +39,7 @@ from .events import (
     RoundOpened,
 )  # fmt: skip
 from .requester import Requester, RingShape
-from .rounds import AveragingWishes, CloseRound, CommitRound, LayNewRings, OpenRound, decide_round
+from .rounds import AveragingWishes, CloseRound, CommitRound, LayNewRings, OpenRound, decide_round, warm_clusters
 from .state import State
 
 __all__ = ["Averaging", "AveragingReport", "Office"]
@@ -80,9 +80,10 @@ class Averaging:
     def is_settled(self) -> bool:
         """Whether nothing is left to average, or nobody to do it with."""
         state = self._office.state
-        if not self.wishes.average_every or len(state.training_clusters()) < 2:
+        training = [cluster.plan.id for cluster in state.training_clusters()]
+        if not self.wishes.average_every or len(training) < 2:
             return state.round is None
-        return state.round is None and not any(state.since.get(c.plan.id, 0) for c in state.training_clusters())
+        return state.round is None and not any(state.since.get(c, 0) for c in warm_clusters(state, training))
 
     def look(self) -> None:
         """Decide and act."""

@@ -196,6 +196,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rounds_done: int = 0
     rounds_begun: int = 0
     since: dict[str, int] = {}  # samples that each cluster has settled since it last averaged
+    trained: dict[str, int] = {}  # samples that each cluster has settled in all
+    averaged: set[str] = set()  # clusters that have taken part in a round
     refusals: list[Refusal] = []
     words: deque[tuple[float, str]] = msgspec.field(default_factory=no_words)
     hearing: Hearing = msgspec.field(default_factory=Hearing)

@@ -6,8 +6,9 @@
     try again     among those that are left, from the same snapshots, when one is lost or does not answer
     close         when all have taken the average over, or when nothing can come of it
 
-A cluster weighs as many samples as it has trained since it last took part. One that is slow past `grace_s` is left out
-of the attempt, and keeps its samples for the next round.
+A cluster weighs as many samples as it has trained since it last took part. One that is new among others that have come
+further is a ghost: it weighs nothing in its first round, takes the average over, and counts from then on. One that is
+slow past `grace_s` is left out of the attempt, and keeps its samples for the next round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from ..core.config import config, require
 from . import events as on
 from .records import RingsRecord, RoundRecord, State
 
-__all__ = ["AveragingWishes", "CloseRound", "CommitRound", "LayNewRings", "OpenRound", "apply_round", "decide_round"]
+__all__ = [
+    "AveragingWishes",
+    "CloseRound",
+    "CommitRound",
+    "LayNewRings",
+    "OpenRound",
+    "apply_round",
+    "decide_round",
+    "warm_clusters",
+]
 
 _MOST_ATTEMPTS = 4
 _FINISH = 10  # times the grace that an attempt may take once all have begun
@@ -112,6 +122,7 @@ def apply_round(state: State, event: _RoundEvent) -> None:
                 state.rounds_done += 1
                 for cluster in now.weights:
                     state.since[cluster] = 0
+                    state.averaged.add(cluster)
         case on.NodeShifted(name=name, number=number):
             if now is not None and now.number == number:
                 now.shifted.add(name)
@@ -141,11 +152,19 @@ def _between_rounds(
         return
     if not rings.ready >= rings.members:
         return
-    samples = sum(state.since.get(cluster, 0) for cluster in training)
-    if samples and (is_last or samples >= wishes.average_every * len(training)):
-        weights = {cluster: float(state.since.get(cluster, 0)) for cluster in training}
+    warm = warm_clusters(state, training)
+    samples = sum(state.since.get(cluster, 0) for cluster in warm)
+    if samples and (is_last or samples >= wishes.average_every * len(warm)):
+        weights = {cluster: float(state.since.get(cluster, 0)) if cluster in warm else 0.0 for cluster in training}
         reason = "training is over" if is_last else f"{samples} samples were trained since the last"
         yield OpenRound(state.rounds_begun + 1, 0, weights, reason)
+
+
+def warm_clusters(state: State, training: Collection[str]) -> list[str]:
+    """Those whose weights count: who has taken part before; else those who have come about as far as the furthest."""
+    known = [cluster for cluster in training if cluster in state.averaged]
+    most = max(state.trained.get(cluster, 0) for cluster in training)
+    return known or [cluster for cluster in training if 2 * state.trained.get(cluster, 0) >= most]
 
 
 def _in_round(

@@ -20,9 +20,9 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
-from io import SEEK_END, BytesIO
+from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -30,6 +30,7 @@ from aiohttp import web
 from ..core.config import require
 from ..core.errors import IdentityError
 from ..net.identity import key_digest
+from .bodies import PIECE_BYTES, read_json, receive_file, send_file, sending
 from .coordinator import Coordinator
 from .decide import choose_name, judge_token
 from .events import NodeEnrolled
@@ -41,7 +42,7 @@ from .status import Status
 __all__ = ["Office", "make_app"]
 
 _MAX_BODY_BYTES = 64 * 1024
-_CHUNK = bytes(64 * 1024)
+_PIECE = bytes(PIECE_BYTES)
 _OTHERS = {int(HTTPStatus.REQUEST_ENTITY_TOO_LARGE): f"its request is over {_MAX_BODY_BYTES} bytes"}
 _MEASURED_AT_ONCE, _MOST_MEASURE_S, _MOST_MEASURE_BYTES = 4, 3.0, 1 << 30
 
@@ -130,7 +131,7 @@ class _Desk:
         return web.Response(body=self._office.people.authority_pem, content_type="application/x-pem-file")
 
     async def enrol(self, request: web.Request) -> web.Response:
-        asked = await self._body(request, _Enrol)
+        asked = await read_json(request, _Enrol, within_s=self._patience.body_s)
         coordinator = self._coordinator
         refusal = judge_token(coordinator.state, asked.token, coordinator.now_s())
         if refusal is not None:
@@ -158,7 +159,7 @@ class _Desk:
         if found is None:
             raise Refusal("there is no such file: it is of an older plan", 404)
         with found.open("rb") if isinstance(found, Path) else BytesIO(found) as file:
-            return await self._send(request, file)
+            return await send_file(request, file, within_s=self._patience.body_s)
 
     async def weights(self, request: web.Request) -> web.Response:
         name = self._member(request)
@@ -172,7 +173,7 @@ class _Desk:
         path = self._coordinator.requester.weights_path(live.id, stage)
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # it may send them twice at once
         try:
-            num_bytes = await self._receive(request, partial, most)
+            num_bytes = await receive_file(request, partial, most_bytes=most, within_s=self._patience.body_s)
             if live.is_over:
                 raise Refusal(f"cluster {live.id} is no more: its weights are not needed", 409)
             partial.replace(path)
@@ -192,9 +193,9 @@ class _Desk:
             response = web.StreamResponse()
             response.enable_chunked_encoding()
             await response.prepare(request)
-            async with asyncio.timeout(self._patience.body_s):  # it may not read
+            async with sending(request, within_s=self._patience.body_s):
                 while time.monotonic() < until:
-                    await response.write(_CHUNK)
+                    await response.write(_PIECE)
                 await response.write_eof()
             return response
 
@@ -229,13 +230,13 @@ class _Desk:
 
     async def kick(self, request: web.Request) -> web.Response:
         self._requester(request)
-        asked = await self._body(request, _Kick)
+        asked = await read_json(request, _Kick, within_s=self._patience.body_s)
         self._coordinator.kick(asked.node, asked.reason[:200])
         return web.json_response({"kicked": asked.node})
 
     async def invite(self, request: web.Request) -> web.Response:
         self._requester(request)
-        asked = await self._body(request, _Invite)
+        asked = await read_json(request, _Invite, within_s=self._patience.body_s)
         return web.json_response({"ticket": self._office.new_ticket(asked.expires_s, asked.uses)})
 
     def _member(self, request: web.Request) -> str:
@@ -263,32 +264,3 @@ class _Desk:
     def _requester(self, request: web.Request) -> None:
         if name_of(request.transport) != REQUESTER:
             raise Refusal("only the requester may do this, on the machine where the coordinator keeps its files")
-
-    async def _body(self, request: web.Request, kind: type[Any]) -> Any:
-        async with asyncio.timeout(self._patience.body_s):
-            return msgspec.json.decode(await request.read(), type=kind)
-
-    async def _send(self, request: web.Request, file: BinaryIO) -> web.StreamResponse:
-        """In pieces, so that a guest who does not read costs one of them and not the whole, and that not for long."""
-        response = web.StreamResponse()
-        response.content_length = file.seek(0, SEEK_END)
-        file.seek(0)
-        await response.prepare(request)
-        while chunk := file.read(len(_CHUNK)):
-            async with asyncio.timeout(self._patience.body_s):
-                await response.write(chunk)
-        await response.write_eof()
-        return response
-
-    async def _receive(self, request: web.Request, path: Path, most_bytes: int) -> int:
-        """Write a body to a file and count its bytes. It may take long as a whole, but not in any part."""
-        num_bytes = 0
-        with path.open("wb") as file:
-            while True:
-                async with asyncio.timeout(self._patience.body_s):
-                    chunk = await request.content.readany()
-                if not chunk:
-                    return num_bytes
-                num_bytes += len(chunk)
-                require(num_bytes <= most_bytes, f"more than the {most_bytes} bytes that belong to this stage")
-                file.write(chunk)

@@ -37,6 +37,7 @@ def apply(state: State, event: Event) -> None:
                 state.counters.leases_ignored += 1
             else:
                 state.since[cluster] = state.since.get(cluster, 0) + samples
+                state.trained[cluster] = state.trained.get(cluster, 0) + samples
         case on.LeaseReturned(cluster=cluster, batch=batch):
             state.leases.give_back(cluster, batch)
         case on.RunBegun():
@@ -111,7 +112,8 @@ def _begin(state: State, event: on.RunBegun) -> None:
     state.run, state.steps, state.release = event.run, event.steps, event.release
     state.begun_s, state.ended, state.has_trained = event.at_s, None, False
     state.hopeless, state.clusters, state.leases = set(), {}, Leases()
-    state.rings, state.round, state.rounds_done, state.rounds_begun, state.since = None, None, 0, 0, {}
+    state.rings, state.round, state.rounds_done, state.rounds_begun = None, None, 0, 0
+    state.since, state.trained, state.averaged = {}, {}, set()
     for node in state.nodes.values():
         if node.cluster is not None:
             node.cluster, node.free_since_s = None, event.at_s
@@ -213,7 +215,9 @@ def _end(state: State, event: on.ClusterEnded) -> None:
     state.counters.clusters_lost += event.is_lost
     state.counters.clusters_ended += not event.is_lost
     state.leases.close(event.cluster)
-    state.since.pop(event.cluster, None)
+    for counted in (state.since, state.trained):
+        counted.pop(event.cluster, None)
+    state.averaged.discard(event.cluster)
     for name in cluster.plan.members:
         node = state.nodes[name]
         node.cluster, node.free_since_s = None, event.at_s
