@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 import psutil
 
 from ..core.errors import LinkClosed, LinkError, RavnestError
@@ -156,7 +157,8 @@ class _Observer:
         metrics.received_bytes = sum(port.received_bytes for port in self._ports)
         metrics.memory_bytes = self._process.memory_info().rss
         metrics.peak_memory_bytes = max(peak_memory_bytes(), metrics.memory_bytes, metrics.peak_memory_bytes)
-        self._tell(Updated(metrics))
+        told = msgspec.structs.replace(metrics, staleness=dict(metrics.staleness))  # it goes on changing, this waits
+        self._tell(Updated(told))
 
 
 def failure_of(error: Exception) -> Failed:
