@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import tracemalloc
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ravnest.net.agree import Introduction, encode_introduction
 from ravnest.net.front import FrontConfig
 from ravnest.net.tunnel import relay_context
 from ravnest.node.client import member_context
-from tests.coordinator.attacks import Caller, House, anonymous, at_work, house, run
+from tests.coordinator.attacks import SHORT, Caller, House, anonymous, at_work, house, run
 from tests.coordinator.guests import Guest, feed_context
 
 pytestmark = pytest.mark.timeout(60)
@@ -137,34 +138,36 @@ def test_a_thousand_connections_that_never_finish_keep_nobody_out(tmp_path: Path
 
 
 @contextlib.asynccontextmanager
-async def never_reads(address: Address, context: ssl.SSLContext, request: bytes) -> AsyncIterator[None]:
+async def never_reads(address: Address, context: ssl.SSLContext, request: bytes) -> AsyncIterator[Caller]:
     async with Caller(address, context) as caller:
-        caller.writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await caller.say(request)
-        yield
+        yield caller
 
 
 def test_guests_who_do_not_read_cost_little_and_not_for_long(tmp_path: Path) -> None:
     async def test() -> None:
         async with house(tmp_path) as found:
-            found.giver.file = bytes(32 * 10**6)
+            found.giver.file = bytes(16 * 10**6)
             async with await found.guest("ann") as ann, await found.guest("bob"):
                 await found.trains()
                 context = member_context(ann.identity)
                 context.check_hostname = False
                 blob = f"GET /v1/blobs/{ann.part.file.digest} HTTP/1.1\r\nHost: coordinator\r\n\r\n".encode()
                 line = b"GET /v1/line?seconds=3 HTTP/1.1\r\nHost: coordinator\r\n\r\n"
-                tracemalloc.start()
-                try:
-                    async with contextlib.AsyncExitStack() as stack:
-                        for request in [blob] * 20 + [line] * 4:
-                            await stack.enter_async_context(never_reads(found.address, context, request))
-                        await found.trains(20)
-                        await found.says("refused 127.0.0.1", "its request took too long")
+                async with contextlib.AsyncExitStack() as stack:
+                    tracemalloc.start()
+                    stack.callback(tracemalloc.stop)
+                    deaf = [
+                        await stack.enter_async_context(never_reads(found.address, context, request))
+                        for request in [blob] * 10 + [line] * 4
+                    ]
+                    await found.trains(20)
+                    await found.says("refused 127.0.0.1", "its request took too long")
+                    counters = found.coordinator.state.counters
+                    await found.until(lambda: counters.refused == len(deaf), "all of them are cut off")
                     peak_bytes = tracemalloc.get_traced_memory()[1]
-                finally:
-                    tracemalloc.stop()
-                assert peak_bytes < 40e6, f"{peak_bytes / 1e6:.0f} MB: whole files would be 640 MB"
+                    assert peak_bytes < 40e6, f"{peak_bytes / 1e6:.0f} MB: whole files would be 160 MB"
+                    await asyncio.gather(*(caller.rest() for caller in deaf))  # which ends
                 await found.trains()
 
     run(test())
@@ -172,17 +175,17 @@ def test_guests_who_do_not_read_cost_little_and_not_for_long(tmp_path: Path) -> 
 
 def test_requests_by_the_thousand_are_answered_or_wait(tmp_path: Path) -> None:
     async def test() -> None:
-        async with at_work(tmp_path) as found:
+        async with at_work(tmp_path, patience=replace(SHORT, tell_s=2.0)) as found:
             many = b"GET /v1/status HTTP/1.1\r\nHost: coordinator\r\n\r\n" * 5000
             tracemalloc.start()
             try:
                 async with never_reads(found.address, anonymous(), many):
-                    await found.trains(50)
                     await found.says("refused 127.0.0.1", "not known here")
+                    await found.trains(50)
                 assert tracemalloc.get_traced_memory()[1] < 20e6
             finally:
                 tracemalloc.stop()
-            assert sum("refused" in said for said in found.words) < 50, "a crowd does not fill the log"
+            assert sum("refused" in said for said in found.words) <= 2, "a crowd does not fill the log"
 
     run(test())
 
