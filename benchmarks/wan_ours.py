@@ -21,7 +21,7 @@ from ravnest.testbed import Process, Testbed
 PORT = 7700
 WARM_UP = 2  # updates that do not count
 # The first stages have more microbatches in flight. No two pairs of four PCs could hold the model: it takes all four.
-MEMORY = {2: ("1GB", "1GB"), 4: ("575MB", "550MB", "525MB", "480MB")}
+MEMORY = {2: ("1GB", "1GB"), 4: ("605MB", "580MB", "555MB", "515MB")}
 JOBS = {2: "wan_quick_job.py", 4: "wan_job.py"}
 PATIENCE_S = 300.0
 _TICKET = re.compile(r"rav1-\S+(?=\s)")  # whole, with what comes after it
@@ -45,8 +45,12 @@ def train(bed: Testbed, folder: Path, stages: int, steps: int) -> Ours:
     ticket = _ticket(training, folder)
     for host, memory in zip(hosts(stages), MEMORY[stages], strict=True):
         _join(bed, host, memory, ticket, folder)
-    if training.wait(PATIENCE_S) != 0:
-        raise RuntimeError(f"the requester left with code {training.returncode}: {_said(folder, REQUESTER)[-1500:]}")
+    try:
+        code = training.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end within {PATIENCE_S:g} s: {_said(folder, REQUESTER)[-1500:]}") from None
+    if code != 0:
+        raise RuntimeError(f"the requester left with code {code}: {_said(folder, REQUESTER)[-1500:]}")
     return account(stages, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
 
 
