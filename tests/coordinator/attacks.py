@@ -31,8 +31,9 @@ from ravnest.plan.fleet import Machine
 from tests.coordinator.guests import PATIENCE_S, Guest, enrolled
 
 QUICK = Wishes(wait_s=0.05, beat_s=1.0, forming_s=5.0, blame_s=60.0)
-SHORT = Patience(request_s=0.4, hello_s=0.4, body_s=0.4, send_s=0.4, goodbye_s=0.4, tell_s=0.05)
-FRONT = FrontConfig(handshake_s=0.4, first_word_s=0.4)
+PATIENT = Patience(goodbye_s=0.4, tell_s=0.05)
+SHORT = Patience(request_s=1.0, hello_s=1.0, body_s=1.0, send_s=1.0, goodbye_s=0.4, tell_s=0.05)  # to see it end
+FRONT = FrontConfig(handshake_s=1.0, first_word_s=1.0)
 
 
 class Giver:
@@ -163,8 +164,8 @@ class House:
 
 @contextlib.asynccontextmanager
 async def house(directory: Path, *, size: int = 2, **changes: Any) -> AsyncIterator[House]:
-    """A coordinator with short patience; `changes` are of its `ServiceConfig`."""
-    given = {"wishes": QUICK, "patience": SHORT, "front": FRONT, **changes}
+    """A coordinator that is quick to plan and to tell; `changes` are of its `ServiceConfig`."""
+    given = {"wishes": QUICK, "patience": PATIENT, **changes}
     config = ServiceConfig(directory=directory / "coordinator", host="127.0.0.1", port=0, **given)
     found = House(config, Giver(directory, size), directory)
     await found.service.open()

@@ -45,7 +45,7 @@ from ravnest.node.enrol import Applicant, enrol
 
 T = TypeVar("T")
 
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 PROFILE = NodeProfile(memory_bytes=4 * 10**9, gflops=10.0)
 
 _encoder = msgspec.msgpack.Encoder()

@@ -23,7 +23,7 @@ from ravnest.net.agree import Introduction, encode_introduction
 from ravnest.net.front import FrontConfig
 from ravnest.net.tunnel import relay_context
 from ravnest.node.client import member_context
-from tests.coordinator.attacks import SHORT, Caller, House, anonymous, at_work, house, run
+from tests.coordinator.attacks import FRONT, PATIENT, SHORT, Caller, House, anonymous, at_work, house, run
 from tests.coordinator.guests import Guest, feed_context
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,7 +54,7 @@ async def stalls(address: Address, context: ssl.SSLContext | None, said: bytes, 
 
 def test_half_open_connections_of_every_kind_are_ended_and_told(tmp_path: Path) -> None:
     async def test() -> None:
-        async with at_work(tmp_path) as found:
+        async with at_work(tmp_path, patience=SHORT, front=FRONT) as found:
             at, ann = found.address, found.guests["ann"].identity
             member, feed = member_context(ann), feed_context(ann)
             member.check_hostname = False
@@ -81,9 +81,9 @@ def test_half_open_connections_of_every_kind_are_ended_and_told(tmp_path: Path) 
             assert b"408" in told["weights"]
             assert b"400" in told["no HTTP"]
             for reason in (
-                "SSL handshake is taking longer", "it said nothing for 0.4 s", "it does not speak HTTP as we do",
-                "it sent no whole request within 0.4 s", "its request took too long", "nothing was heard for 0.4 s",
-                "did not say what for within 0.4 s",
+                "SSL handshake is taking longer", "it said nothing for 1 s", "it does not speak HTTP as we do",
+                "it sent no whole request within 1 s", "its request took too long", "nothing was heard for 1 s",
+                "did not say what for within 1 s",
             ):  # fmt: skip
                 await found.says("refused", reason)
             assert found.coordinator.state.clusters["c1-0"].phase == "training"
@@ -111,7 +111,7 @@ async def half_open(address: Address, number: int) -> socket.socket:
 
 def test_a_thousand_connections_that_never_finish_keep_nobody_out(tmp_path: Path) -> None:
     async def test() -> None:
-        patient = FrontConfig(handshake_s=60.0, first_word_s=60.0)
+        patient = FrontConfig(handshake_s=60.0, first_word_s=60.0)  # so that it is not time that ends them
         async with at_work(tmp_path, front=patient) as found:
             identities = [await found.enrol(name) for name in ("carl", "dave")]
             await found.trains()
@@ -146,7 +146,7 @@ async def never_reads(address: Address, context: ssl.SSLContext, request: bytes)
 
 def test_guests_who_do_not_read_cost_little_and_not_for_long(tmp_path: Path) -> None:
     async def test() -> None:
-        async with house(tmp_path) as found:
+        async with house(tmp_path, patience=SHORT) as found:
             found.giver.file = bytes(16 * 10**6)
             async with await found.guest("ann") as ann, await found.guest("bob"):
                 await found.trains()
@@ -175,7 +175,7 @@ def test_guests_who_do_not_read_cost_little_and_not_for_long(tmp_path: Path) -> 
 
 def test_requests_by_the_thousand_are_answered_or_wait(tmp_path: Path) -> None:
     async def test() -> None:
-        async with at_work(tmp_path, patience=replace(SHORT, tell_s=2.0)) as found:
+        async with at_work(tmp_path, patience=replace(PATIENT, tell_s=2.0)) as found:
             many = b"GET /v1/status HTTP/1.1\r\nHost: coordinator\r\n\r\n" * 5000
             tracemalloc.start()
             try:
