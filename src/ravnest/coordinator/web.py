@@ -20,6 +20,7 @@ from .through import Through
 __all__ = ["WebPort"]
 
 _KEEPALIVE_S = 30.0
+_CLOSE_S = 2.0  # for answers that are under way when it closes
 
 
 class WebPort:
@@ -38,7 +39,7 @@ class WebPort:
         app.middlewares.append(self._heed())
         self._runner = web.AppRunner(
             app, access_log=None, logger=_told(on_refused, on_error), keepalive_timeout=_KEEPALIVE_S,
-            lingering_time=request_s, handle_signals=False,
+            lingering_time=request_s, shutdown_timeout=_CLOSE_S, handle_signals=False,
             auto_decompress=False,  # a few bytes could become gigabytes
         )  # fmt: skip
 
