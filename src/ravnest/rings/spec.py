@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from ravnest.core.config import config, require
-from ravnest.rings.codec import BLOCK, find_codec
+from ravnest.rings.codec import find_codec
 
 __all__ = ["RingSpec"]
 
@@ -33,7 +33,7 @@ class RingSpec:
         require(len(self.weights) == len(self.members), "there is one weight for each member")
         require(all(math.isfinite(w) and w >= 0 for w in self.weights), f"weights are 0 or more, not {self.weights}")
         require(math.isfinite(sum(self.weights)) and sum(self.weights) > 0, "some member has a weight above 0")
-        require(self.piece_elements >= BLOCK, f"a piece has at least {BLOCK} elements, not {self.piece_elements}")
+        require(self.piece_elements > 0, f"a piece has at least 1 element, not {self.piece_elements}")
         find_codec(self.codec)
 
     @property

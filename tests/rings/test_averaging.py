@@ -1,0 +1,214 @@
+"""The whole engine: threads over real links, with peers that die, stall, talk nonsense or come late."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ravnest.net.link import Link, LinkConfig
+from ravnest.net.memory import memory_pair
+from ravnest.net.pace import Pace
+from ravnest.net.unix import unix_pair
+from ravnest.rings.attempt import Key
+from ravnest.rings.averaging import Averaging, Outcome
+from ravnest.rings.bulk import bulk_pair
+from ravnest.rings.codec import CODECS, Floats
+from ravnest.rings.digest import digest
+from ravnest.rings.errors import BadContribution
+from ravnest.rings.line import AveragingConfig
+from ravnest.rings.messages import Message, Piece, Ready
+from ravnest.rings.part import Part
+from ravnest.rings.ring import Phase
+from ravnest.rings.spec import RingSpec
+from tests.net.kinds import Members, TlsKind
+
+CONFIG = LinkConfig(headers=Message)
+DEADLINE_S = 20.0
+SIZE = 50_000
+PIECE = 4096
+Connect = Callable[[], tuple[Link, Link]]
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory: pytest.TempPathFactory) -> Members:
+    return Members(tmp_path_factory.mktemp("members"))
+
+
+@pytest.fixture(params=["memory", "unix", "bulk", "tls"])
+def connect(request: pytest.FixtureRequest, members: Members) -> Iterator[Connect]:
+    with contextlib.ExitStack() as stack:
+        kinds: dict[str, Connect] = {
+            "memory": lambda: memory_pair(CONFIG),
+            "unix": lambda: unix_pair(CONFIG),
+            "bulk": lambda: bulk_pair(CONFIG),
+            "tls": lambda: stack.enter_context(TlsKind(members).pair(CONFIG)),
+        }
+        yield kinds[request.param]
+
+
+class Fleet:
+    """Nodes with a link between every two; each averages in a thread of its own."""
+
+    def __init__(self, names: str, connect: Connect, config: AveragingConfig | None = None) -> None:
+        self.links: dict[str, dict[str, Link]] = {name: {} for name in names}
+        for index, name in enumerate(names):
+            for other in names[:index]:
+                self.links[name][other], self.links[other][name] = connect()
+        self.nodes = {name: Averaging(links, config) for name, links in self.links.items()}
+        self.vectors = {
+            name: np.random.default_rng(i).standard_normal(SIZE).astype(np.float32) for i, name in enumerate(names)
+        }
+        self.results: dict[tuple[str, int], Floats] = {}
+
+    def __enter__(self) -> Fleet:
+        for node in self.nodes.values():
+            node.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for node in self.nodes.values():
+            node.close()
+
+    def part(self, ring: int, members: str, me: str, codec: str = "fp32") -> Part:
+        weights = tuple(float(ord(member) - 96) for member in members)
+        spec = RingSpec(id=ring, members=tuple(members), me=me, weights=weights, codec=codec, piece_elements=PIECE)
+        self.results[me, ring] = np.full(SIZE, np.nan, np.float32)
+        return Part(spec, self.vectors[me], self.results[me, ring])
+
+    def run(
+        self, key: Key, rings: list[str], codec: str = "fp32", *, by: str = "", deadline_s: float = DEADLINE_S
+    ) -> dict[str, Outcome]:
+        """All nodes (or those named in `by`) at once; ring i has the members `rings[i]`, in that order."""
+        with ThreadPoolExecutor(len(self.nodes)) as pool:
+            running = {}
+            for me in by or "".join(self.nodes):
+                parts = [self.part(i, ring, me, codec) for i, ring in enumerate(rings) if me in ring]
+                running[me] = pool.submit(self.nodes[me].run, key, parts, deadline_s=deadline_s)
+            return {me: future.result(2 * DEADLINE_S) for me, future in running.items()}
+
+    def check(self, rings: list[str], tolerance: float = 1e-5) -> None:
+        for i, ring in enumerate(rings):
+            total = sum(ord(m) - 96 for m in ring)
+            wanted = sum(self.vectors[m].astype(np.float64) * (ord(m) - 96) / total for m in ring)
+            assert len({digest(self.results[m, i]) for m in ring}) == 1
+            np.testing.assert_allclose(self.results[ring[0], i], wanted, atol=tolerance)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rings_over_shared_links_average_at_once_round_after_round(connect: Connect, codec: str) -> None:
+    rings = ["abc", "cab", "ba", "c"]
+    with Fleet("abc", connect) as fleet:
+        for number in range(2):
+            outcomes = fleet.run(Key(number, 0), rings, codec)
+            assert all(not outcome.failed for outcome in outcomes.values())
+            fleet.check(rings, CODECS[codec].error_bound(3, 6.0) + 1e-5)
+        wanted = sum(CODECS[codec].wire_bytes(SIZE) * 2 * (len(r) - 1) / len(r) for r in rings if "a" in r)
+        assert outcomes["a"].sent_bytes == pytest.approx(wanted, rel=0.02)
+
+
+def test_a_dead_member_fails_its_rings_only_and_the_rest_agree_without_it(connect: Connect) -> None:
+    with Fleet("abcd", connect) as fleet:
+        fleet.nodes["d"].close()
+        outcomes = fleet.run(Key(0, 0), ["abcd", "abc"], by="abc")
+        for outcome in outcomes.values():
+            assert outcome.done == (1,)
+            assert outcome.failed[0].member == "d"
+        assert all(not outcome.failed for outcome in fleet.run(Key(0, 1), ["abc", "abc"], by="abc").values())
+        fleet.check(["abc", "abc"])
+
+
+def test_a_member_that_does_not_come_is_named_when_the_time_is_over(connect: Connect) -> None:
+    with Fleet("abc", connect) as fleet:
+        outcomes = fleet.run(Key(0, 0), ["abc", "ab"], by="ab", deadline_s=0.5)
+        assert all(outcome.done == (1,) and 0 in outcome.failed for outcome in outcomes.values())
+        assert outcomes["b"].failed[0].member == "c"
+        late = fleet.run(Key(0, 0), ["abc"], by="c", deadline_s=DEADLINE_S)["c"]
+        assert 0 in late.failed  # at once: its neighbours know that the ring has failed
+        assert late.seconds < DEADLINE_S / 2
+        assert all(not outcome.failed for outcome in fleet.run(Key(0, 1), ["abc"]).values())
+        fleet.check(["abc"])
+
+
+def test_a_contribution_that_is_not_finite_is_named_to_all(connect: Connect) -> None:
+    with Fleet("abc", connect) as fleet:
+        fleet.vectors["b"][SIZE // 2] = np.inf
+        for outcome in fleet.run(Key(0, 0), ["abc"]).values():
+            failure = outcome.failed[0]
+            assert isinstance(failure, BadContribution)
+            assert (failure.ring, failure.member) == (0, "b")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Piece(5, 0, 0, Phase.REDUCE, 0, 0),  # of a round that is not open
+        Piece(0, 0, 0, Phase.REDUCE, 0, 1),  # not the next
+        Piece(0, 0, 0, Phase.GATHER, 0, 0),  # too early
+        Piece(0, 0, 7, Phase.REDUCE, 0, 0),  # of no ring of theirs
+        Piece(0, 0, 0, Phase.REDUCE, 0, 0),  # of the wrong size
+    ],
+)
+def test_what_is_not_expected_ends_the_link_and_fails_the_ring(header: Piece) -> None:
+    near, far = unix_pair(CONFIG)
+    with Averaging({"b": near}) as node, far, ThreadPoolExecutor(1) as pool:
+        vector = np.ones(1000, np.float32)
+        part = Part(RingSpec(id=0, members=("a", "b"), me="a", weights=(1.0, 1.0)), vector, vector.copy())
+        running = pool.submit(node.run, Key(0, 0), [part], deadline_s=DEADLINE_S)
+        assert far.receive(lambda header, lengths: [], deadline_s=DEADLINE_S) == Ready(0, 0, 0)
+        far.send(header, [bytes(12)], deadline_s=DEADLINE_S)
+        outcome = running.result(DEADLINE_S)
+        assert outcome.failed[0].member == "b"
+        assert any(word in outcome.failed[0].why for word in ("ready", "next", "bytes", "not the member"))
+        assert near.closed
+
+
+def test_pieces_of_an_older_attempt_are_dropped() -> None:
+    near, far = unix_pair(CONFIG)
+    with Averaging({"b": near}) as node, far, ThreadPoolExecutor(1) as pool:
+        vector = np.ones(1000, np.float32)
+        spec = RingSpec(id=0, members=("a", "b"), me="a", weights=(1.0, 1.0))
+        for attempt in range(2):
+            part = Part(spec, vector, vector.copy())
+            running = pool.submit(node.run, Key(0, attempt), [part], deadline_s=0.2)
+            assert far.receive(lambda header, lengths: [], deadline_s=DEADLINE_S) == Ready(0, attempt, 0)
+            if attempt:
+                far.send(Piece(0, 0, 0, Phase.REDUCE, 0, 0), [bytes(2000)], deadline_s=DEADLINE_S)
+            assert running.result(DEADLINE_S).failed[0].member == "b"
+            far.receive(lambda header, lengths: [], deadline_s=DEADLINE_S)  # Stop
+        assert not near.closed
+
+
+def test_a_peer_that_stalls_in_the_middle_of_a_piece_is_cut_off() -> None:
+    near, far = memory_pair(CONFIG, capacity_bytes=2**16)
+    with Averaging({"b": near}, AveragingConfig(grace_s=0.1)) as node, far:
+        vector = np.ones(2**18, np.float32)
+        part = Part(RingSpec(id=0, members=("a", "b"), me="a", weights=(1.0, 1.0)), vector, vector.copy())
+        far.send(Ready(0, 0, 0), deadline_s=DEADLINE_S)
+        outcome = node.run(Key(0, 0), [part], deadline_s=0.2)
+        assert outcome.failed[0].member == "b"
+        assert outcome.seconds < 5
+        assert near.closed
+
+
+def test_pieces_wait_for_those_who_have_precedence_and_keep_the_pace() -> None:
+    turn, pace = threading.Event(), Pace(4e6)
+    with Fleet("ab", lambda: unix_pair(CONFIG), AveragingConfig(turn=turn, pace=pace)) as fleet:
+        assert all(0 in outcome.failed for outcome in fleet.run(Key(0, 0), ["ab"], deadline_s=0.2).values())
+        assert all(link.stats.sent.num_bytes < PIECE for link in fleet.links["a"].values())
+        turn.set()
+        outcomes = fleet.run(Key(0, 1), ["ab"])
+        fleet.check(["ab"])
+        assert min(outcome.seconds for outcome in outcomes.values()) > 0.5 * 2 * 4 * SIZE / 4e6 - 0.1
+
+
+def test_a_ring_without_a_link_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    vector = np.ones(10, np.float32)
+    part = Part(RingSpec(id=0, members=("a", "b"), me="a", weights=(1.0, 1.0)), vector, vector.copy())
+    with Averaging({}) as node, pytest.raises(ValueError, match="needs a link to b"):
+        node.run(Key(0, 0), [part], deadline_s=1.0)
