@@ -28,8 +28,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two test processes at a time, each file in one of them: most tests wait for other processes anyway.
 test: check
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Without the slow ones: what to run while working.
 test-fast: setup

@@ -33,6 +33,7 @@ from .runtime.settings import Settings
 
 __all__ = ["ClusterMaker"]
 
+_SLACK = 3  # microbatches in flight beyond what the plan needs: on real lines one waits behind another
 _HEADER_BYTES = 1 << 20  # of a weights file, beside its tensors
 
 
@@ -52,7 +53,7 @@ class ClusterMaker:
         timed = self._timed
         self._machines |= {machine.name: machine for machine in machines}
         fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
-        found = form_apart(timed.task(fleet, whole=self._whole))
+        found = form_apart(replace(timed.task(fleet, whole=self._whole), slack=_SLACK))
         clusters = tuple(
             self._cluster(
                 f"c{generation}{_letter(i)}" if len(found.clusters) > 1 else f"c{generation}", generation, plan
