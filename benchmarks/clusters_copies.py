@@ -12,6 +12,7 @@ order and make as many updates: the copies are dealt the batches of which the ri
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from functools import cache
@@ -31,12 +32,13 @@ from ravnest.rings.outer import Nesterov, step_nesterov
 from ravnest.runtime import corrections
 from ravnest.runtime.optimizers import AdamW, cosine
 from ravnest.runtime.settings import Settings
-from ravnest.runtime.trainer import Trainer
+from ravnest.runtime.trainer import Trainer, squares
 
 __all__ = ["BATCH", "Copies", "Text", "Way", "learn"]
 
 MODEL = GPTConfig(vocab=128, context=32, layers=2, width=64, heads=4, dropout=0.0)
 BATCH = 8  # samples of a copy's update
+CLIP_NORM = 1.0
 HELD_OUT = 256  # samples of a batch
 RING = 0
 
@@ -79,7 +81,9 @@ class Copies:
         self.way = way
         rate = cosine(updates, warmup_steps=updates // 10, final_ratio=0.1)
         correction = corrections.none() if way.synchronous else corrections.DEFAULT
-        settings = Settings(optimizer=AdamW(way.lr, schedule=rate), correction=correction, seed=seed)
+        settings = Settings(
+            optimizer=AdamW(way.lr, schedule=rate, clip_norm=CLIP_NORM), correction=correction, seed=seed
+        )
         self._delay = 0 if way.synchronous else 1
         self.trainers = [
             Trainer(stage, initialise(stage, seed), settings, delay=self._delay)
@@ -103,7 +107,7 @@ class Copies:
             trainer.forward(number, number, version, leaves, 1.0)
             trainer.backward(number, None)
             own, _ = trainer.take_gradients(number, version)
-            trainer.update(number, version, own, None)
+            trainer.update(number, version, own, math.sqrt(squares(own)))
         self._num_since += 1
         if self.way.every and self._num_since >= self.way.every and self._moves is None:
             self._moves, self._num_since = (number + self.way.lag, self._average()), 0
