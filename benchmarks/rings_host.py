@@ -1,4 +1,4 @@
-"""Part (a) of `benchmarks.rings`: members on one host over unix sockets, against gloo's all_reduce, in the same run.
+"""Part (a) of `benchmarks.rings`: members on one host over shared memory, against gloo's all_reduce, in the same run.
 
 Algorithm bandwidth is the vector's bytes over the time of the slowest member. Who goes first changes from turn to turn;
 the ratio is taken within a turn, and its median is reported.

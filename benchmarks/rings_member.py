@@ -20,10 +20,10 @@ import torch.distributed as dist
 from ravnest.net.link import LinkConfig
 from ravnest.rings.attempt import Key
 from ravnest.rings.averaging import Averaging
-from ravnest.rings.bulk import bulk_link
 from ravnest.rings.digest import digest
 from ravnest.rings.messages import Message
 from ravnest.rings.part import Part
+from ravnest.rings.shared import shared_link
 from ravnest.rings.spec import RingSpec
 
 __all__ = ["Task", "Turn", "take_part"]
@@ -54,7 +54,7 @@ def take_part(task: Task, sockets: dict[int, socket.socket], results: Results[Tu
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.gloo_port), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=task.rank, world_size=task.num_members)
     config = LinkConfig(headers=Message)
-    links = {f"node-{peer}": bulk_link(sock, config, peer=f"node-{peer}") for peer, sock in sockets.items()}
+    links = {f"node-{peer}": shared_link(sock, config, peer=f"node-{peer}") for peer, sock in sockets.items()}
     with Averaging(links) as averaging:
         number = 0
         for megabytes in task.sizes_mb:

@@ -17,7 +17,6 @@ from ravnest.net.pace import Pace
 from ravnest.net.unix import unix_pair
 from ravnest.rings.attempt import Key
 from ravnest.rings.averaging import Averaging, Outcome
-from ravnest.rings.bulk import bulk_pair
 from ravnest.rings.codec import CODECS, Floats
 from ravnest.rings.digest import digest
 from ravnest.rings.errors import BadContribution
@@ -25,6 +24,7 @@ from ravnest.rings.line import AveragingConfig
 from ravnest.rings.messages import Message, Piece, Ready
 from ravnest.rings.part import Part
 from ravnest.rings.ring import Phase
+from ravnest.rings.shared import shared_pair
 from ravnest.rings.spec import RingSpec
 from tests.net.kinds import Members, TlsKind
 
@@ -40,13 +40,13 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> Members:
     return Members(tmp_path_factory.mktemp("members"))
 
 
-@pytest.fixture(params=["memory", "unix", "bulk", "tls"])
+@pytest.fixture(params=["memory", "unix", "shared", "tls"])
 def connect(request: pytest.FixtureRequest, members: Members) -> Iterator[Connect]:
     with contextlib.ExitStack() as stack:
         kinds: dict[str, Connect] = {
             "memory": lambda: memory_pair(CONFIG),
             "unix": lambda: unix_pair(CONFIG),
-            "bulk": lambda: bulk_pair(CONFIG),
+            "shared": lambda: shared_pair(CONFIG),
             "tls": lambda: stack.enter_context(TlsKind(members).pair(CONFIG)),
         }
         yield kinds[request.param]
