@@ -53,6 +53,7 @@ class _Way:
         self._memory: Bytes = np.frombuffer(mmap.mmap(memory, _CAPACITY_BYTES), np.uint8)
         self._at = 0
         self._num_bytes = 0  # for the writer the room that is left, for the reader what is there
+        self._untold_bytes = 0  # that the reader has taken out
 
     def offer_room(self) -> None:
         """The writer begins with all of it."""
@@ -66,7 +67,8 @@ class _Way:
             raise FrameError("the peer counts more bytes than there are")
 
     def write(self, views: Sequence[memoryview]) -> int:
-        self.update(self.emptied)
+        if self._num_bytes < sum(view.nbytes for view in views):
+            self.update(self.emptied)
         done_bytes = 0
         for view in views:
             done_bytes += self._move(np.frombuffer(view, np.uint8), into_memory=True)
@@ -77,10 +79,14 @@ class _Way:
         return done_bytes
 
     def read(self, view: memoryview) -> int:
-        self.update(self.filled)
+        """The writer is told of room when there is much of it, and of all of it before anybody waits for more."""
+        if self._num_bytes < view.nbytes:
+            self.update(self.filled)
         done_bytes = self._move(np.frombuffer(view, np.uint8), into_memory=False)
-        if done_bytes:
-            os.eventfd_write(self.emptied, done_bytes)
+        self._untold_bytes += done_bytes
+        if self._untold_bytes and (not self._num_bytes or self._untold_bytes >= _CAPACITY_BYTES // 4):
+            os.eventfd_write(self.emptied, self._untold_bytes)
+            self._untold_bytes = 0
         return done_bytes
 
     def _move(self, data: Bytes, *, into_memory: bool) -> int:
