@@ -48,7 +48,7 @@ def add_slowdown(report: Report, *, quick: bool) -> None:
     """Samples per second with and without, and what the difference is made of."""
     with tempfile.TemporaryDirectory(prefix="ravnest-bench-") as folder:
         began_s, others_s = time.monotonic(), _others_s()
-        train(Path(folder), steps=150 if quick else 400)
+        train(Path(folder), steps=130 if quick else 300)
         others_cores = (_others_s() - others_s) / (time.monotonic() - began_s)
         found = account(read(Path(folder) / "coordinator" / "journal"), num_clusters=2)
     ratios = [rates.during / rates.between for rates in found]
