@@ -20,8 +20,8 @@ from benchmarks.rivals import Part
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.testbed import HostSpec, Line, Topology
 
-VOCAB, CONTEXT, WIDTH, HEADS = 64, 128, 512, 8  # few letters: the head weighs little, so stages of a block are even
-SEQUENCES = 3  # a microbatch: 63 ms on the line for what crosses one cut, one way
+VOCAB, CONTEXT, WIDTH, HEADS = 64, 128, 192, 6  # few letters: the head weighs little, so stages of a block are even
+SEQUENCES = 8  # a microbatch: 63 ms on the line for what crosses one cut, one way
 MICROBATCHES = 12  # per update
 LR = 1e-3
 

@@ -53,8 +53,9 @@ def test_commands_and_flags() -> None:
         "train": [
             "--accumulate", "--advertise", "--autocast", "--average-every", "--codec", "--compression",
             "--coordinator", "--cores", "--debug", "--epochs", "--folder", "--listen", "--local", "--max-staleness",
-            "--memory", "--microbatch", "--min-nodes", "--mode", "--outer", "--recompute", "--seed", "--speeds",
-            "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait", "--whole", "job",
+            "--memory", "--microbatch", "--min-nodes", "--min-stages", "--mode", "--outer", "--recompute", "--seed",
+            "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait",
+            "--whole", "job",
         ],
     }  # fmt: skip
 

@@ -69,6 +69,9 @@ def train(
         Path | None, typer.Option(metavar="FOLDER", help="With --listen: where keys, members and the journal are kept.")
     ] = None,
     whole: Annotated[bool | None, typer.Option("--whole", help="Let one node hold the whole model.")] = None,
+    min_stages: Annotated[
+        int | None, typer.Option(min=1, help="With --listen: nodes of a cluster, at the least; 2.")
+    ] = None,
     average_every: Annotated[
         int | None, typer.Option(min=0, help="With --listen: samples of a cluster between averagings; 0: never.")
     ] = None,
@@ -112,7 +115,7 @@ def train(
         "on": listen if local is None else f"local:{local}", "min_nodes": min_nodes,
         "wait_s": None if wait is None else parse_seconds(wait), "advertise": advertise, "ticket_valid": ticket_valid,
         "ticket_uses": ticket_uses, "coordinator": coordinator, "whole": whole,
-        "average_every": average_every, "codec": codec, "outer": outer,
+        "min_stages": min_stages, "average_every": average_every, "codec": codec, "outer": outer,
         "steps": steps, "epochs": epochs, "microbatch": microbatch,
         "accumulate": accumulate, "mode": mode, "max_staleness": max_staleness, "memory": memory, "threads": threads,
         "cores": cores, "speeds": speeds, "recompute": recompute, "autocast": autocast, "compression": compression,

@@ -41,10 +41,10 @@ class ClusterMaker:
     """Plans clusters for machines, and makes their stages. Called in one thread at a time."""
 
     def __init__(
-        self, program: Program, timed: TimedJob, settings: Settings, folder: Path, *, synchronous: bool, whole: bool
+        self, program: Program, timed: TimedJob, settings: Settings, folder: Path, *, synchronous: bool, min_stages: int
     ) -> None:
         self._program, self._timed, self._settings, self._folder = program, timed, settings, folder
-        self._synchronous, self._whole = synchronous, whole
+        self._synchronous, self._min_stages = synchronous, min_stages
         self.plans: dict[str, LocalPlan] = {}  # by cluster
         self._machines: dict[str, Machine] = {}
 
@@ -53,7 +53,8 @@ class ClusterMaker:
         timed = self._timed
         self._machines |= {machine.name: machine for machine in machines}
         fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
-        found = form_apart(replace(timed.task(fleet, whole=self._whole), slack=_SLACK))
+        task = timed.task(fleet, whole=self._min_stages == 1)
+        found = form_apart(replace(task, min_stages=self._min_stages, slack=_SLACK))
         clusters = tuple(
             self._cluster(
                 f"c{generation}{_letter(i)}" if len(found.clusters) > 1 else f"c{generation}", generation, plan

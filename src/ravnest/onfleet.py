@@ -44,7 +44,7 @@ def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
     folder = new_folder(how.folder, job.name)
     (folder / "coordinator.txt").write_text(f"{config.directory.resolve()}\n")  # for `ravnest status FOLDER`
     maker = ClusterMaker(
-        program, timed, job.settings(how), folder, synchronous=how.mode == "sync", whole=how.whole
+        program, timed, job.settings(how), folder, synchronous=how.mode == "sync", min_stages=how.least_stages
     )  # fmt: skip
     supply = Supply(program, batch_size=size, max_batch=microbatch)
     work = FleetWork(
@@ -71,5 +71,5 @@ def _service(how: Training, batch_size: int) -> ServiceConfig:
         ticket_s=parse_seconds(how.ticket_valid),
         ticket_uses=how.ticket_uses,
         averaging=AveragingWishes(average_every=every, codec=how.codec, outer=how.outer),
-        wishes=Wishes(min_nodes=how.min_nodes, wait_s=how.wait_s, min_stages=1 if how.whole else 2),
+        wishes=Wishes(min_nodes=how.min_nodes, wait_s=how.wait_s, min_stages=how.least_stages),
     )

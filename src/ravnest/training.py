@@ -53,6 +53,7 @@ class Training:
     min_nodes: int = 2
     wait_s: float = 15.0
     whole: bool = False  # one node may hold the whole model
+    min_stages: int | None = None  # nodes that every cluster has at least, where it can
     average_every: int | None = None  # samples of a cluster between two averagings of clusters; 0: never
     codec: str = "fp32"  # of what clusters average: fp32, bf16 or int8
     outer: str = "plain"  # what becomes of an average: plain, or nesterov
@@ -67,6 +68,7 @@ class Training:
             _LOCAL.fullmatch(self.on) is not None or self.listens,
             f"on is local:N with N nodes on this machine, or [HOST]:PORT to listen at, not {self.on!r}",
         )
+        require(self.min_stages is None or self.min_stages >= 1, f"min_stages must be 1 or more, not {self.min_stages}")
         require(self.min_nodes >= 1, f"min_nodes must be at least 1, not {self.min_nodes}")
         require(0 <= self.wait_s <= 86400, f"wait_s is from 0 to a day, not {self.wait_s}")
         require(self.autocast in ("none", "bf16"), f"autocast is none or bf16, not {self.autocast!r}")
@@ -101,6 +103,11 @@ class Training:
     def parts(self) -> int:
         """Microbatches of a batch, if nobody says otherwise: about as many as are in flight."""
         return self.accumulate or (_PARTS if self.listens else self.num_nodes + 1)
+
+    @property
+    def least_stages(self) -> int:
+        """Nodes of a cluster, at the least: with 2 no node holds the whole model."""
+        return self.min_stages or (1 if self.whole else 2)
 
     @property
     def ring_copies(self) -> int:
