@@ -63,13 +63,14 @@ class Axis:
 
 def draw(gaps: Gaps, runs: Sequence[Clocked]) -> str:
     """Both halves beside each other; either may be empty."""
+    width = WIDTH if runs else WIDTH // 2
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" '
         'role="img" aria-labelledby="title desc">',
-        '<title id="title">Clusters that average: what it costs by samples and wins by the clock</title>',
+        '<title id="title">Clusters that average: how well they learn</title>',
         f'<desc id="desc">{_description(gaps, runs)}</desc>',
         f"<style>{_STYLE}</style>",
-        f'<rect class="page" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="10"/>',
+        f'<rect class="page" x="1" y="1" width="{width - 2}" height="{HEIGHT - 2}" rx="10"/>',
         *_by_samples(gaps),
         *_by_clock(runs),
         "</svg>",
@@ -118,7 +119,7 @@ def _by_clock(runs: Sequence[Clocked]) -> Iterator[str]:
     lines = {run.clusters: _smooth(run) for run in runs}
     values = [loss for line in lines.values() for _, loss in line] + [run.loss for run in runs]
     x = Axis(0, math.ceil(max(run.seconds for run in runs) / 10) * 10, 560, 900)
-    y = Axis(math.floor(min(values) * 5) / 5, min(math.ceil(max(values) * 5) / 5, 4.0), 320, 64)
+    y = Axis(math.floor(min(values) * 5) / 5, min(math.ceil(max(values) * 5) / 5, 3.4), 320, 64)
     yield _text("head", 508, 32, "By the clock: loss of one, two and four clusters of two PCs")
     yield from _levels(x, y, 0.2, lambda value: f"{value:.1f}")
     for second in range(0, int(x.high) + 1, 20):
