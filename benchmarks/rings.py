@@ -1,5 +1,8 @@
 """Averaging: (a) members of one host against gloo.
 
+(b) clusters that cut the model differently, over home lines, and (c) what training loses meanwhile: `rings_wan` and
+`rings_slowdown`, which can be run alone.
+
 python -m benchmarks.rings --json FILE
 """
 
@@ -8,6 +11,8 @@ from __future__ import annotations
 from benchmarks.report import Report, arguments
 from benchmarks.rings_hivemind import add_hivemind
 from benchmarks.rings_host import add_host
+from benchmarks.rings_slowdown import add_slowdown
+from benchmarks.rings_wan import add_wan
 
 
 def main() -> None:
@@ -19,6 +24,9 @@ def main() -> None:
     add_host(report, quick=options.quick, piece_elements=options.piece_elements)
     if options.hivemind:
         add_hivemind(report, options.hivemind, quick=options.quick)
+    if not options.quick:  # these two have quick runs of their own
+        add_wan(report, quick=False)
+        add_slowdown(report, quick=False)
     report.finish(options.json)
 
 
