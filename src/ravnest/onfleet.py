@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["train_on_fleet"]
 
 _EVERYWHERE = "*"
-_AVERAGE_BATCHES = 16  # of each cluster between two averagings, if nobody says otherwise
+_AVERAGE_BATCHES = 4  # of each cluster between two averagings: `benchmarks.clusters` says why
 
 
 def train_on_fleet(job: Job, how: Training, show: Show) -> Run:

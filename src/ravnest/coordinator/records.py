@@ -116,6 +116,7 @@ class RoundRecord(_Record, kw_only=True):
     number: int
     attempt: int
     weights: dict[str, float]
+    counted: dict[str, int] = {}  # samples of each cluster when the round was opened: those that the average has
     opened_s: float
     began_s: float  # this attempt
     begun: set[str] = set()  # who has its snapshot

@@ -102,10 +102,13 @@ def apply_round(state: State, event: _RoundEvent) -> None:
                 rings.ready.add(name)
         case on.RoundOpened(at_s=at_s, number=number, attempt=attempt, weights=weights):
             opened_s = now.opened_s if now is not None and now.number == number else at_s
-            begun = now.begun if now is not None and now.number == number else set[str]()
+            is_again = now is not None and now.number == number
+            begun = now.begun if now is not None and is_again else set[str]()
+            counted = now.counted if now is not None and is_again else {c: state.since.get(c, 0) for c in weights}
             state.round = RoundRecord(
-                number=number, attempt=attempt, weights=weights, opened_s=opened_s, began_s=at_s, begun=begun
-            )
+                number=number, attempt=attempt, weights=weights, counted=counted, opened_s=opened_s, began_s=at_s,
+                begun=begun,
+            )  # fmt: skip
             state.rounds_begun = max(state.rounds_begun, number)
         case on.NodeBegan(name=name, number=number):
             if now is not None and now.number == number:
@@ -121,7 +124,7 @@ def apply_round(state: State, event: _RoundEvent) -> None:
                 now.is_committed = True
                 state.rounds_done += 1
                 for cluster in now.weights:
-                    state.since[cluster] = 0
+                    state.since[cluster] = max(0, state.since.get(cluster, 0) - now.counted.get(cluster, 0))
                     state.averaged.add(cluster)
         case on.NodeShifted(name=name, number=number):
             if now is not None and now.number == number:
