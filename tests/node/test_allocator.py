@@ -31,4 +31,4 @@ def test_what_was_freed_is_taken_again_without_page_faults() -> None:
         assert not done.returncode, done.stderr
         return int(done.stdout)
 
-    assert faults("keep") < 100 < faults("not")
+    assert faults("keep") < 1000 < 20_000 < faults("not")  # of 20 * 8 * 256 pages; the system takes a few by itself

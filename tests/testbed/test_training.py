@@ -111,7 +111,8 @@ def test_five_pcs_in_three_homes(testbed: Callable[[Topology], Testbed], tmp_pat
     kinds = set(re.findall(r"has a (direct|punched|relayed) link", said(tmp_path)))
     assert kinds == {"direct", "punched", "relayed"}, said(tmp_path)
     assert (tmp_path / "run" / "model.safetensors").exists()
-    assert "the best of 2" in said(tmp_path)
+    assert "round 1 is averaged" in said(tmp_path)
+    assert "the average of its clusters" in said(tmp_path)
 
     assert near.num_missed == hub.num_missed == 0
     for seen in (near.bytes(), hub.bytes()):
