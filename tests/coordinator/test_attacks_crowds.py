@@ -7,9 +7,8 @@ import contextlib
 import os
 import socket
 import ssl
-import subprocess
 import tracemalloc
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from tests.coordinator.guests import Guest, feed_context
 
 pytestmark = pytest.mark.timeout(60)
 
+DISK_SIZE = "512k"
 UPGRADE = (
     b"GET /v1/control HTTP/1.1\r\nHost: coordinator\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"
@@ -188,21 +188,6 @@ def test_requests_by_the_thousand_are_answered_or_wait(tmp_path: Path) -> None:
             assert sum("refused" in said for said in found.words) <= 2, "a crowd does not fill the log"
 
     run(test())
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("a small disk takes root to mount")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], capture_output=True)
-    if made.returncode != 0:
-        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def fill(path: Path) -> None:

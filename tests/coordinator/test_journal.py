@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import stat
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,8 @@ from ravnest.coordinator.journal import Journal, JournalConfig, replay
 from ravnest.coordinator.state import State, apply
 from ravnest.core.errors import RavnestError
 from tests.coordinator.histories import cluster, connected, history, numbers, planned, state_of
+
+DISK_SIZE = "256k"
 
 EVENTS: list[Event] = [
     on.RunBegun(0.0, "r", 5, "1"),
@@ -255,21 +256,6 @@ def test_a_device_that_is_always_full() -> None:
     assert "No space left on device" in told[0]
     assert journal.waiting_bytes > 240
     assert os.stat("/dev/full").st_mode == mode, "a device is not ours to make private"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("a small disk takes root to mount")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
-    if made.returncode != 0:
-        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_a_real_disk_gets_full_and_has_room_again(small_disk: Path) -> None:

@@ -13,6 +13,7 @@
     │   └── LinkTimeout       ... because a deadline passed
     ├── IdentityError     a key, certificate or signing request that cannot be used
     ├── PlanError         no plan is possible (in `plan`: TooManyNodes, DoesNotFit)
+    ├── RingFailed        an averaging that did not come to its end (in `rings`, with BadContribution below it)
     ├── WorkerLost        a worker process that ended before its work did
     └── NotFinite         a loss that became infinite or not a number
 

@@ -20,24 +20,25 @@ BATCH = 24
 
 _text = library_text()
 _split = len(_text) * 9 // 10
+TEXT, HELD_OUT_TEXT = _text[:_split], _text[_split:]
 
 
 class Windows:
     """Random windows of a text; each iteration begins with the same ones."""
 
-    def __init__(self, text: Tensor, seed: int) -> None:
-        self.text, self.seed = text, seed
+    def __init__(self, text: Tensor, seed: int, size: int = BATCH) -> None:
+        self.text, self.seed, self.size = text, seed, size
 
     def __iter__(self) -> Iterator[Any]:
-        return batches(self.text, BATCH, CONFIG.context, self.seed)
+        return batches(self.text, self.size, CONFIG.context, self.seed)
 
 
 job = ravnest.Job(
     model=lambda: GPT(CONFIG),
     loss=next_token_loss,
     optimizer=ravnest.AdamW(2e-3, schedule=ravnest.constant(warmup_steps=20)),
-    data=Windows(_text[:_split], seed=0),
-    validation=Windows(_text[_split:], seed=1),
+    data=Windows(TEXT, seed=0),
+    validation=Windows(HELD_OUT_TEXT, seed=1),
     name="char_gpt",
     training=ravnest.Training(steps=300, on="local:3"),
 )
