@@ -111,6 +111,8 @@ def train(
 
     if listen is not None and local is not None:
         raise ValueError("give --local or --listen, not both")
+    if listen is not None and any(given is not None for given in (memory, threads, cores, speeds)):
+        raise ValueError("--memory, --threads, --cores and --speeds are for --local: who joins says what they lend")
     given = {
         "on": listen if local is None else f"local:{local}", "min_nodes": min_nodes,
         "wait_s": None if wait is None else parse_seconds(wait), "advertise": advertise, "ticket_valid": ticket_valid,
