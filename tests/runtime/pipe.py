@@ -20,6 +20,7 @@ from ravnest.runtime.freight import Freights
 from ravnest.runtime.loop import Inbox, Loop, Role, Wiring
 from ravnest.runtime.roles import roles
 from ravnest.runtime.settings import Settings
+from ravnest.runtime.state import StageState
 from ravnest.runtime.trainer import Trainer, squares
 from ravnest.runtime.windows import Windows
 
@@ -34,6 +35,7 @@ class Pipe:
     weights: dict[str, Tensor] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
     acks: list[int] = field(default_factory=list)
+    states: list[StageState] = field(default_factory=list)  # by stage, as they were saved
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -94,25 +96,34 @@ def train(
     evaluate: dict[int, tuple[Any, bool]] | None = None,
     jitter: int | None = None,
     ends_at: int | None = None,
+    start: StageState | None = None,
+    save_at: int | None = None,
+    whole: bool = True,
 ) -> Pipe:
     """Train on `batches`, each one window; `evaluate` maps a window to (batch, fresh) that goes in before it.
 
-    `ends_at` is how many updates are expected, if not one for each batch.
+    `ends_at` is how many updates are expected, if not one for each batch. `start` is where to go on from; after
+    `save_at` updates each stage's state is copied, while training goes on.
     """
     stages = split(program, cuts)
     pipe = Pipe()
     inboxes = [Inbox() for _ in stages]
-    watch = _Watch(pipe, len(batches) if ends_at is None else ends_at, len(stages), len(evaluate or {}))
+    first = 0 if start is None else start.updates
+    watch = _Watch(pipe, first + len(batches) if ends_at is None else ends_at, len(stages), len(evaluate or {}))
     watch.stops_early = ends_at is not None
     given = roles(stages, [r.delay for r in rules])
     loops = [
-        _loop(program, stage, settings, rule, role, inboxes, pipe, watch, jitter)
+        _loop(program, stage, settings, rule, role, inboxes, pipe, watch, jitter, start)
         for stage, rule, role in zip(stages, rules, given, strict=True)
     ]
+    saved: dict[int, StageState] = {}
+    for loop in loops:
+        if save_at is not None:
+            loop.at_update(save_at, lambda at: saved.__setitem__(at.index, at.trainer.state(whole=whole)))
     threads = [threading.Thread(target=_guard, args=(loop, pipe), daemon=True) for loop in loops]
     for thread in threads:
         thread.start()
-    _feed(program, batches, rules[0].accumulate, inboxes[0], evaluate or {})
+    _feed(program, batches, rules[0].accumulate, inboxes[0], evaluate or {}, first)
     finished = pipe.done.wait(60)
     for inbox in inboxes:
         inbox.call(Loop.stop)
@@ -123,6 +134,7 @@ def train(
     assert finished, f"stuck: {[(m.stage, m.updates) for m in pipe.metrics.values()]}"
     for loop in loops:
         pipe.weights.update({n: t.detach().clone() for n, t in loop.trainer.weights().items()})
+    pipe.states = [saved[i] for i in sorted(saved)]
     return pipe
 
 
@@ -136,10 +148,12 @@ def _loop(
     pipe: Pipe,
     watch: _Watch,
     jitter: int | None,
+    start: StageState | None,
 ) -> Loop:
     i, last = stage.index, stage.count - 1
     state = {n: t.clone() for n, t in stage_weights(program, stage).items()}
-    trainer = Trainer(stage, state, settings, delay=rule.delay)
+    start = None if start is None else StageState(start.updates, {n: t.clone() for n, t in start.tensors.items()})
+    trainer = Trainer(stage, state, settings, delay=rule.delay, start=start)
     windows = Windows(
         is_root=i == 0,
         is_leaf=i == last,
@@ -147,7 +161,10 @@ def _loop(
         borrowers=role.borrowers,
         squares=squares,
     )
-    schedule = Schedule(rule, is_leaf=i == last, steps_need_permission=windows.needs_permission)
+    schedule = Schedule(
+        rule, is_leaf=i == last, steps_need_permission=windows.needs_permission,
+        first_update=0 if start is None else start.updates,
+    )  # fmt: skip
     rng = random.Random(jitter * 100 + i) if jitter is not None else None
     before = _Door(inboxes[i - 1], rng) if i else _Front(pipe)
     after = _Door(inboxes[i + 1], rng) if i < last else _Front(pipe)
@@ -165,9 +182,14 @@ def _guard(loop: Loop, pipe: Pipe) -> None:
 
 
 def _feed(
-    program: Program, batches: Sequence[Any], accumulate: int, inbox: Inbox, evaluate: dict[int, tuple[Any, bool]]
+    program: Program,
+    batches: Sequence[Any],
+    accumulate: int,
+    inbox: Inbox,
+    evaluate: dict[int, tuple[Any, bool]],
+    first: int,
 ) -> None:
-    number = 0
+    number = first * accumulate
     for window in range(len(batches) + 1):
         if window in evaluate:
             batch, fresh = evaluate[window]

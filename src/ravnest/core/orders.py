@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from .metrics import StageMetrics
@@ -25,9 +27,15 @@ class EndAfter(_Message, frozen=True):
 
 
 class Save(_Message, frozen=True):
-    """Write what you own after your last update to this file; an agent chooses its own and sends it on."""
+    """Write what you own after your last update to this file; an agent chooses its own and sends it on.
+
+    With `state` it is not the model's weights but all that was learnt: "light", or "whole" to go on bit for bit. It is
+    written while training goes on. `at` is after how many updates, or -1 for now.
+    """
 
     path: str = ""
+    state: Literal["", "light", "whole"] = ""
+    at: int = -1
 
 
 class Stop(_Message, frozen=True):
@@ -113,7 +121,11 @@ class Updated(_Message, frozen=True):
 
 
 class Saved(_Message, frozen=True):
+    """The file is there, after so many updates; or it is not, and `failure` says why: training goes on."""
+
     stage: int
+    updates: int = 0
+    failure: str = ""
 
 
 class Failed(_Message, frozen=True):

@@ -108,18 +108,24 @@ _TRAINING = _Input()
 class Schedule:
     """The state of one stage. Tell it what arrived and what is done; ask it what is next."""
 
-    def __init__(self, rule: Rule, *, is_leaf: bool, steps_need_permission: bool = False) -> None:
-        """`steps_need_permission` if a step waits for a norm or a tied gradient from other stages."""
+    def __init__(
+        self, rule: Rule, *, is_leaf: bool, steps_need_permission: bool = False, first_update: int = 0
+    ) -> None:
+        """`steps_need_permission` if a step waits for a norm or a tied gradient from other stages.
+
+        `first_update` is how many there have been before: windows and microbatches count on from there.
+        """
         self.rule = rule
         self.is_leaf = is_leaf
-        self.forwards = 0  # microbatches that went forward
-        self.backwards = 0  # microbatches that came back
-        self.updates = 0  # also the number of the newest version
+        self.first_update = first_update
+        self.forwards = first_update * rule.accumulate  # microbatches that went forward
+        self.backwards = self.forwards  # microbatches that came back
+        self.updates = first_update  # also the number of the newest version
         self.end: int | None = None  # the number of updates after which nothing more is trained
         self.staleness: Counter[int] = Counter()
         self._inputs: deque[_Input] = deque()  # arrived and not yet run
-        self._gradients = 0  # microbatches whose gradient has arrived
-        self._allowed = 0  # windows whose step may be done
+        self._gradients = self.backwards  # microbatches whose gradient has arrived
+        self._allowed = first_update  # windows whose step may be done
         self._forward_is_due = False  # the last to be computed was a backward
         self._must_allow = steps_need_permission
 

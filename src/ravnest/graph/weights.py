@@ -24,7 +24,10 @@ from .ops import resolve
 from .program import DTYPES, Draw, Init, Program, Stage, State, refs
 from .run import decode, run_op
 
-__all__ = ["WeightsWriter", "initialise", "iterate_weights", "read_weights", "replay", "stage_weights", "write_weights"]
+__all__ = [
+    "WeightsFile", "WeightsWriter", "initialise", "iterate_weights", "open_weights", "read_weights", "replay",
+    "stage_weights", "write_weights",
+]  # fmt: skip
 
 _CPU = torch.device("cpu")
 _CHUNK = 1 << 20  # a multiple of the 16 numbers that torch draws at a time
@@ -32,6 +35,7 @@ _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
 }  # fmt: skip
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 def stage_weights(program: Program, stage: Stage) -> dict[str, Tensor]:
@@ -97,20 +101,43 @@ def iterate_weights(stage: Stage, path: Path | str) -> Iterator[tuple[str, Tenso
 
 
 def _read(path: Path | str, wanted: Iterable[State]) -> Iterator[tuple[str, Tensor]]:
+    with open_weights(path) as file:
+        for item in wanted:
+            found = file.look_of(item.target)
+            if found != (item.dtype, item.shape):
+                raise WeightsError(
+                    f"{path}: {item.target!r} is {found[0]} {found[1]}, the stage needs {item.dtype} {item.shape}"
+                )
+            yield item.target, file.read(item.target)
+
+
+class WeightsFile:
+    """A safetensors file that is open: what is in it is known, and nothing is read that is not asked for."""
+
+    def __init__(self, path: Path | str, file: Any) -> None:
+        self._path, self._file = path, file
+        self.names = frozenset(file.keys())
+        self.metadata: dict[str, str] = file.metadata() or {}
+
+    def look_of(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """A tensor's dtype and shape; refused if it is not there."""
+        if name not in self.names:
+            raise WeightsError(f"{self._path} has no tensor {name!r}")
+        part = self._file.get_slice(name)
+        code = part.get_dtype()
+        return _DTYPES.get(code, code), tuple(part.get_shape())
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def open_weights(path: Path | str) -> Iterator[WeightsFile]:
+    """Look into a safetensors file; what is wrong with it is a `WeightsError`."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            names = set(file.keys())
-            for item in wanted:
-                if item.target not in names:
-                    raise WeightsError(f"{path} has no tensor {item.target!r}")
-                part = file.get_slice(item.target)
-                found = (part.get_dtype(), tuple(part.get_shape()))
-                if found != (_CODES[item.dtype], item.shape):
-                    raise WeightsError(
-                        f"{path}: {item.target!r} is {found[0]} {found[1]}, the stage needs "
-                        f"{_CODES[item.dtype]} {item.shape}"
-                    )
-                yield item.target, file.get_tensor(item.target)
+            yield WeightsFile(path, file)
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} is not a safetensors file that can be read: {error}") from None
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 import psutil
+from torch import Tensor
 
 from ..core.errors import LinkClosed, LinkError, RavnestError
 from ..core.messages import Backward, Forward
@@ -28,6 +29,8 @@ from ..net.pace import Pace
 from ..net.pump import OnError
 from ..runtime.freight import Freight, Freights
 from ..runtime.loop import Inbox, Loop, Wiring
+from ..runtime.state import StageState, owned
+from ..runtime.statefile import read_state, write_state
 from ..runtime.trainer import Trainer, squares
 from ..runtime.windows import Windows
 from .orders import Assign
@@ -52,8 +55,12 @@ class StageWork:
         after: Link | None,
         tell: Tell,
         pace: Pace | None = None,
+        *,
+        begin: StageState | None = None,
     ) -> None:
+        """`begin` is a state in memory to go on from, which is taken over; else the assignment says what there is."""
         self._tell, self._inbox = tell, Inbox()
+        self._writing: list[threading.Thread] = []
         self._freights = Freights.of(stage, assign.settings.compression, assign.max_batch)
 
         def port(link: Link, expected: dict[type, Freight]) -> Port:
@@ -64,7 +71,7 @@ class StageWork:
         self._after = Wall() if after is None else port(after, {Backward: self._freights.gradients_in})
         self._observer = _Observer(tell, (self._before, self._after))
         try:
-            self._loop = self._make_loop(stage, assign, limits)
+            self._loop = self._make_loop(stage, assign, limits, begin)
         except BaseException:
             self.close(flush_s=0.0)
             raise
@@ -83,13 +90,19 @@ class StageWork:
             match order:
                 case EndAfter(updates=updates):
                     loop.end_after(updates)
-                case Save(path=path):
+                case Save(path=path, state=""):
                     _save(loop, path)
-                    self._tell(Saved(loop.index))
+                    self._tell(Saved(loop.index, loop.schedule.updates))
+                case Save():
+                    self._save_state(loop, order)
                 case Stop():
                     loop.stop()
 
         self._inbox.call(carry_out)
+
+    def state(self) -> StageState:
+        """All that was learnt, when the stage does not run any more."""
+        return self._loop.trainer.state(whole=False)
 
     def ask(self, command: Callable[[Loop], None]) -> None:
         """Have the loop do something between two actions."""
@@ -120,10 +133,35 @@ class StageWork:
         closing.start()
         self._before.close(flush_s)
         closing.join()
+        until = Deadline(flush_s)
+        for writing in self._writing:
+            writing.join(until.left_s())
 
-    def _make_loop(self, stage: Stage, assign: Assign, limits: Limits) -> Loop:
+    def _save_state(self, loop: Loop, order: Save) -> None:
+        """Copy what was learnt at that update, and write it in a thread of its own: training goes on."""
+
+        def begin(loop: Loop) -> None:
+            state = loop.trainer.state(whole=order.state == "whole")
+            writing = threading.Thread(target=write, args=(state,), name="save", daemon=True)
+            self._writing = [w for w in self._writing if w.is_alive()] + [writing]
+            writing.start()
+
+        def write(state: StageState) -> None:
+            failure = ""
+            try:
+                write_state(state, order.path)
+            except (OSError, RavnestError) as error:
+                failure = str(error)[:1000]
+            with contextlib.suppress(LinkError):  # who asked may be gone
+                self._tell(Saved(loop.index, state.updates, failure))
+
+        updates = loop.schedule.updates
+        if not loop.at_update(updates if order.at < 0 else order.at, begin):
+            self._tell(Saved(loop.index, updates, f"update {order.at} is past: there have been {updates}"))
+
+    def _make_loop(self, stage: Stage, assign: Assign, limits: Limits, begin: StageState | None) -> Loop:
         settings, is_leaf = assign.settings, stage.index == stage.count - 1
-        state = read_weights(stage, assign.weights) if assign.weights else initialise(stage, settings.seed)
+        start = _start(stage, assign, begin)
         windows = Windows(
             is_root=stage.index == 0,
             is_leaf=is_leaf,
@@ -131,8 +169,13 @@ class StageWork:
             borrowers=assign.role.borrowers,
             squares=squares,
         )
-        schedule = Schedule(assign.rule, is_leaf=is_leaf, steps_need_permission=windows.needs_permission)
-        trainer = Trainer(stage, state, settings, delay=assign.rule.delay)
+        schedule = Schedule(
+            assign.rule,
+            is_leaf=is_leaf,
+            steps_need_permission=windows.needs_permission,
+            first_update=start.updates,
+        )
+        trainer = Trainer(stage, _first_weights(stage, assign, start), settings, delay=assign.rule.delay, start=start)
         admit = _admission(stage, limits)
         wiring = Wiring(self._inbox, self._before, self._after, self._observer, self._freights, admit)
         return Loop(trainer, schedule, windows, assign.role, wiring)
@@ -190,6 +233,20 @@ def _admission(stage: Stage, limits: Limits) -> Callable[[int], None]:
             admitted.add(batch)
 
     return admit
+
+
+def _start(stage: Stage, assign: Assign, begin: StageState | None) -> StageState:
+    """What there is to go on from. The assignment says at which update: a state may come from another cluster."""
+    if begin is None and assign.state:
+        begin = read_state(stage, assign.state)
+    return StageState(assign.begin, {} if begin is None else begin.tensors)
+
+
+def _first_weights(stage: Stage, assign: Assign, start: StageState) -> dict[str, Tensor]:
+    """As at the beginning, if anything that the stage owns has not been learnt."""
+    if owned(stage).keys() <= start.weights.keys():
+        return {}
+    return read_weights(stage, assign.weights) if assign.weights else initialise(stage, assign.settings.seed)
 
 
 def _save(loop: Loop, path: str) -> None:

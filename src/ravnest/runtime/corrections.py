@@ -88,7 +88,11 @@ class Corrector:
         self.delay = delay
         self._ahead = correction.look_ahead * delay
         self._bend = correction.bend if delay == 1 else 0.0
-        self._steps: dict[str, Tensor] = {}  # the last update of each parameter, to see how the next one bends
+        self.last_steps: dict[str, Tensor] = {}  # the last update of each parameter, to see how the next one bends
+
+    def begin(self, last_steps: Mapping[str, Tensor]) -> None:
+        """Go on after these updates; they are the corrector's from now on."""
+        self.last_steps = dict(last_steps) if self._bend else {}
 
     @property
     def needs_buffer(self) -> bool:
@@ -123,8 +127,8 @@ class Corrector:
     def _bent(self, name: str, new: Tensor, old: Tensor) -> Tensor:
         """`new + a*d + b*(d - d_before)`. The old weights' memory keeps d, and d_before's takes the result."""
         step = torch.sub(new, old.detach(), out=old.detach())
-        before = self._steps.get(name)
-        self._steps[name] = step
+        before = self.last_steps.get(name)
+        self.last_steps[name] = step
         if before is None:
             return new + step * self._ahead
         return torch.sub(new, before, alpha=self._bend, out=before).add_(step, alpha=self._ahead + self._bend)

@@ -111,12 +111,13 @@ class Loop:
         self._forwards: deque[_Waiting] = deque()
         self._backwards: deque[_Waiting] = deque()
         self._in_flight: dict[int, _Waiting] = {}
+        self._at_updates: dict[int, list[Callable[[Loop], None]]] = {}
         self._stopped = False
 
     def run(self) -> None:
         """Train, and do what commands say, until one of them is `stop`."""
-        if self.role.lends:
-            self._lend()
+        for version in self.trainer.versions.live:
+            self._lend(version)
         while not self._stopped:
             self._drain()
             action = self.schedule.next()
@@ -131,6 +132,14 @@ class Loop:
         """Train no further than this many updates."""
         if self.schedule.end is None or updates < self.schedule.end:
             self.schedule.end = updates
+
+    def at_update(self, updates: int, command: Callable[[Loop], None]) -> bool:
+        """Run `command` when there have been so many updates, before anything else is done; false if that is past."""
+        if updates == self.schedule.updates:
+            command(self)
+        elif updates > self.schedule.updates:
+            self._at_updates.setdefault(updates, []).append(command)
+        return updates >= self.schedule.updates
 
     def stop(self) -> None:
         self._stopped = True
@@ -148,7 +157,7 @@ class Loop:
             raise RavnestError(
                 f"stage {self.index} waited {self.trainer.settings.patience_s:g} s {action.reason} and gave up"
             )
-        if self.schedule.updates and self.schedule.updates != self.schedule.end:
+        if self._is_steady and self.schedule.updates != self.schedule.end:
             self.metrics.idle_s += self.clock.now_s() - began
         self._receive(item)
 
@@ -273,19 +282,20 @@ class Loop:
         norm = None if squared is None else squared**0.5
         self.trainer.update(action.number, self.schedule.rule.version(action.number), gradients, norm)
         self.schedule.done(action)
-        if self.role.lends:
-            self._lend()
+        self._lend(self.trainer.versions.newest)
+        for command in self._at_updates.pop(self.schedule.updates, ()):
+            command(self)
 
-    def _lend(self, *, fresh: bool = False) -> None:
-        version = FRESH if fresh else self.trainer.versions.newest
-        header = Lend(version, self.index, self.role.until, self.role.lends)
-        self.after.put(header, [t.contiguous() for t in self.trainer.lend(self.role.lends, fresh=fresh)])
+    def _lend(self, version: int) -> None:
+        if self.role.lends:
+            header = Lend(version, self.index, self.role.until, self.role.lends)
+            self.after.put(header, [t.contiguous() for t in self.trainer.lend(self.role.lends, version)])
 
     def _evaluate(self, action: Action) -> None:
         waiting = self._forwards.popleft()
         header: Evaluate = waiting.header
-        if header.fresh and self.role.lends:
-            self._lend(fresh=True)
+        if header.fresh:
+            self._lend(FRESH)
         window = None if header.fresh else self.schedule.rule.window(self.schedule.forwards)
         outputs = self.trainer.evaluate(window, action.version, waiting.values)
         if self.is_leaf:
@@ -294,10 +304,15 @@ class Loop:
             self.after.put(header, self.freights.outputs.pack(outputs))
         self.schedule.done(action)
 
+    @property
+    def _is_steady(self) -> bool:
+        """Whether it has made an update: what came before is not typical."""
+        return self.schedule.updates > self.schedule.first_update
+
     def _count(self, action: Action, seconds: float) -> None:
         metrics = self.metrics
         metrics.busy_s += seconds
-        if self.schedule.updates:
+        if self._is_steady:
             metrics.steady_busy_s += seconds
         if action.kind == "backward":
             metrics.microbatches += 1

@@ -308,7 +308,7 @@ class Stepper:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over copies of what `state_dict` gave. A parameter without state starts afresh."""
+        """Take over what `state_dict` gave, itself or copied. A parameter without state starts afresh."""
         found: dict[str, dict[str, Tensor]] = {}
         for entry, tensor in state.items():
             name, _, key = entry.rpartition("/")
@@ -320,16 +320,18 @@ class Stepper:
         for name, slot in self._slots.items():
             self._owner[name].state.pop(slot, None)
             if name in found:
-                self._owner[name].state[slot] = {key: t.detach().clone() for key, t in found[name].items()}
+                self._owner[name].state[slot] = {key: tensor.detach() for key, tensor in found[name].items()}
 
     def _check_state(self, name: str, entries: Mapping[str, Tensor]) -> None:
         keys = _state_keys(self._of[name])
         if set(entries) != set(keys):
             raise WeightsError(f"the state of {name} must have {', '.join(keys)}; it has {', '.join(sorted(entries))}")
         for key, tensor in entries.items():
-            shape = () if _is_counter(key) else self._shapes[name]
-            if tuple(tensor.shape) != tuple(shape) or not tensor.is_floating_point():
-                raise WeightsError(f"{name}/{key} must be floats of shape {list(shape)}, not {list(tensor.shape)}")
+            shape, dtype = ((), torch.float32) if _is_counter(key) else (self._shapes[name], self._slots[name].dtype)
+            if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+                raise WeightsError(
+                    f"{name}/{key} must be {dtype} of shape {list(shape)}, not {tensor.dtype} of {list(tensor.shape)}"
+                )
 
     @property
     def state_bytes(self) -> int:

@@ -19,6 +19,7 @@ from ..graph.ops import is_random
 from .corrections import Corrector
 from .optimizers import build, embeddings
 from .settings import Settings
+from .state import StageState
 from .versions import Tensors, Versions
 
 __all__ = ["FRESH", "Trainer", "squares"]
@@ -27,21 +28,36 @@ FRESH = -1  # the version number of tied parameters lent for one evaluation on t
 
 
 class Trainer:
-    """Owns the weights, the optimizer and the microbatches in flight of one stage."""
+    """Owns the weights, the optimizer and the microbatches in flight of one stage.
 
-    def __init__(self, stage: Stage, state: Mapping[str, Tensor], settings: Settings, *, delay: int) -> None:
+    `start` is where it goes on from: what is in it is taken over, not copied, and stands before what is in `state`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        state: Mapping[str, Tensor],
+        settings: Settings,
+        *,
+        delay: int,
+        start: StageState | None = None,
+    ) -> None:
         self.stage = stage
         self.settings = settings
         self.device = torch.device(settings.device)
-        own = [s for s in stage.parameters if s.trainable and s.owner == stage.index]
+        learnt = StageState(0) if start is None else start.of_stage(stage)
+        weights = {n: t.to(self.device) for n, t in {**state, **learnt.weights}.items()}
+        own = [s.target for s in stage.parameters if s.trainable and s.owner == stage.index]
         self.corrector = Corrector(settings.correction, delay)
-        self.versions = Versions({s.target: state[s.target].to(self.device) for s in own}, self.corrector)
-        self.fixed: Tensors = {
-            n: t.to(self.device) for n, t in state.items() if n not in self.versions.master
-        }  # buffers and frozen parameters
+        self.corrector.begin(learnt.of("last-step"))
+        masters = {name: weights[name] for name in own}
+        self.versions = Versions(masters, self.corrector, updates=learnt.updates, ran_on=learnt.versions)
+        self.versions.shift(learnt.of("shift"))
+        self.fixed: Tensors = {n: t for n, t in weights.items() if n not in masters}  # buffers and frozen parameters
         self._lent = _Lent(stage)
         quick = delay > 0  # without a delay a run is to have the bits of plain PyTorch
         self.stepper = build(settings.optimizer, self.versions.master, fallback_names=embeddings(stage), fused=quick)
+        self.stepper.load_state_dict(learnt.optimizer)
         self._runner = Runner(stage, self.device, quick=quick)
         self._draws = any(is_random(op.op) for op in stage.ops)
         self._tapes: dict[int, tuple[Tape, float]] = {}
@@ -89,10 +105,10 @@ class Trainer:
         factor = self.corrector.lr_factor
         self.versions.update(lambda weights: self.stepper.step(weights, gradients, window, lr_factor=factor, norm=norm))
 
-    def lend(self, names: Sequence[str], *, fresh: bool = False) -> list[Tensor]:
-        """The newest tied parameters for the stages that borrow them: to run a window on, or (fresh) the master's."""
-        newest = self.versions.master if fresh else self.versions[self.versions.newest]
-        return [{**self.fixed, **newest}[name].detach() for name in names]
+    def lend(self, names: Sequence[str], version: int) -> list[Tensor]:
+        """Tied parameters for the stages that borrow them: to run windows on, or (FRESH) the master's."""
+        weights = self.versions.master if version == FRESH else self.versions[version]
+        return [{**self.fixed, **weights}[name].detach() for name in names]
 
     def borrow(self, owner: int, version: int, delay: int, tensors: Mapping[str, Tensor]) -> None:
         """A version of what `owner` lends. Its own delay says which window runs on it."""
@@ -103,6 +119,18 @@ class Trainer:
         own = {s.target for s in self.stage.state if s.owner == self.stage.index}
         buffers = self._buffers_before.get(self.versions.newest, {})
         return {n: t for n, t in {**self.fixed, **buffers, **self.versions.master}.items() if n in own}
+
+    def state(self, *, whole: bool) -> StageState:
+        """A copy of all that was learnt by the last update, whatever has gone forward since; see `state`.
+
+        What the next update would move the weights by is in them already if the state is light.
+        """
+        weights, coming = self.weights(), self.versions.coming_shift
+        if not whole:
+            weights |= {name: weights[name] + by for name, by in coming.items()}
+        others = {f"version-{age}": tensors for age, tensors in self.versions.ran_on().items()}
+        others |= {"last-step": self.corrector.last_steps, "shift": coming}
+        return StageState.made_of(self.versions.newest, weights, self.stepper.state_dict(), others if whole else {})
 
     def shift(self, by: Mapping[str, Tensor], *, now: bool = False) -> None:
         """Move what the stage owns by so much: parameters with the next update (or `now`, if nothing is in flight),
@@ -120,7 +148,7 @@ class Trainer:
     def adopt(self, values: Mapping[str, Tensor]) -> None:
         """Have exactly these values from now on; nothing may be in flight."""
         with torch.no_grad():
-            for weights in (self.versions.master, self.versions[self.versions.newest]):
+            for weights in (self.versions.master, *(self.versions[v] for v in self.versions.live)):
                 for name, tensor in weights.items():
                     if name in values:
                         tensor.detach().copy_(values[name])

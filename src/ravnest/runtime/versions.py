@@ -20,18 +20,38 @@ Tensors = dict[str, Tensor]
 
 
 class Versions:
-    """The trainable parameters of a stage."""
+    """The trainable parameters of a stage, after `updates` updates.
 
-    def __init__(self, weights: Mapping[str, Tensor], corrector: Corrector) -> None:
+    `ran_on` is what windows ran on so many updates ago. A version that is not known is the next younger one; the
+    youngest is the master.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        corrector: Corrector,
+        *,
+        updates: int = 0,
+        ran_on: Mapping[int, Mapping[str, Tensor]] | None = None,
+    ) -> None:
         self.delay = corrector.delay
         self.corrector = corrector
-        self.newest = 0
+        self.newest = updates
         self.master: Tensors = {name: tensor.detach() for name, tensor in weights.items()}
         self._has_master = corrector.needs_buffer
-        first = {n: t.clone() for n, t in self.master.items()} if self._has_master else self.master
-        self._live: dict[int, Tensors] = {0: _leaves(first)}
+        self._live: dict[int, Tensors] = {}
+        self._begin(ran_on or {})
         self._spare: list[Tensors] = []
         self._shift: Tensors = {}
+
+    def _begin(self, ran_on: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """The versions that the next windows run on, each in memory of its own."""
+        tensors = self.master
+        for age in range(min(self.delay, self.newest) + 1):
+            known = ran_on.get(age, {})
+            if age or self._has_master:
+                tensors = {n: known[n].detach() if n in known else t.clone() for n, t in tensors.items()}
+            self._live[self.newest - age] = _leaves(tensors)
 
     def __getitem__(self, version: int) -> Tensors:
         """The leaf tensors that microbatches of that version run on."""
@@ -40,6 +60,16 @@ class Versions:
     @property
     def live(self) -> list[int]:
         return sorted(self._live)
+
+    def ran_on(self) -> dict[int, Tensors]:
+        """What windows ran on, by age in updates; without the newest where it is the master."""
+        youngest = 0 if self._has_master else 1
+        return {self.newest - v: self._live[v] for v in self.live if self.newest - v >= youngest}
+
+    @property
+    def coming_shift(self) -> Tensors:
+        """What the next update will move the weights by."""
+        return dict(self._shift)
 
     def shift(self, by: Mapping[str, Tensor]) -> None:
         """Move the weights: with the next update, because microbatches in flight still need those they ran on."""
