@@ -45,7 +45,7 @@ class Zeros:
         self._chain = gpt_chain()
         self._piece = Piece(1, 1 / ACCUMULATE, (bytes(PIECE_BYTES),))
 
-    def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
+    def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> Planned:
         began = time.perf_counter()
         speeds = tuple(replace(m, speed=m.speed * 1e9 / FLOPS_PER_S) for m in machines)
         found = form_apart(Task(chain=self._chain, fleet=Fleet(machines=speeds), accumulate=ACCUMULATE))
@@ -61,7 +61,12 @@ class Zeros:
         idle = [tuple(Idle(one.name, one.reason) for one in group) for group in (found.spares, found.left_out)]
         return Planned(clusters, idle[0], idle[1], found.reason)
 
-    def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
+    def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        return (), "nothing is better"
+
+    def stages(
+        self, cluster: Cluster, profiles: Sequence[NodeProfile], lacking: Sequence[int] = ()
+    ) -> list[StageFiles]:
         brief = msgspec.json.encode({"accumulate": cluster.accumulate})
         return [StageFiles(bytes([i]) * _STAGE_BYTES, brief) for i in range(len(profiles))]
 

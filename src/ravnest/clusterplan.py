@@ -25,7 +25,7 @@ from .graph.program import DTYPES, State, refs
 from .localplan import LocalPlan, StagePlan
 from .modelfile import write_first_weights
 from .node.orders import Assign
-from .plan.fleet import ClusterPlan, Fleet, Machine
+from .plan.fleet import ClusterPlan, Fleet, FleetPlan, Machine, Task
 from .plan.ring_order import order_ring
 from .plan.segments import find_segments
 from .runtime.roles import roles
@@ -41,38 +41,71 @@ class ClusterMaker:
     """Plans clusters for machines, and makes their stages. Called in one thread at a time."""
 
     def __init__(
-        self, program: Program, timed: TimedJob, settings: Settings, folder: Path, *, synchronous: bool, min_stages: int
+        self,
+        program: Program,
+        timed: TimedJob,
+        settings: Settings,
+        folder: Path,
+        *,
+        synchronous: bool,
+        min_stages: int,
+        num_spares: int = 0,
     ) -> None:
         self._program, self._timed, self._settings, self._folder = program, timed, settings, folder
-        self._synchronous, self._min_stages = synchronous, min_stages
+        self._synchronous, self._min_stages, self._num_spares = synchronous, min_stages, num_spares
         self.plans: dict[str, LocalPlan] = {}  # by cluster
+        self._rows: dict[str, ClusterPlan] = {}
         self._machines: dict[str, Machine] = {}
 
-    def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
-        """The best clusters of these machines, whose speeds are in GFLOP/s."""
-        timed = self._timed
-        self._machines |= {machine.name: machine for machine in machines}
-        fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
-        task = timed.task(fleet, whole=self._min_stages == 1)
-        found = form_apart(replace(task, min_stages=self._min_stages, slack=_SLACK))
+    def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> Planned:
+        """The best clusters of these machines, whose speeds are in GFLOP/s; those that broke are mended if that is it."""
+        found = form_apart(self._task(machines), self._running(broken))
         clusters = tuple(
             self._cluster(
-                f"c{generation}{_letter(i)}" if len(found.clusters) > 1 else f"c{generation}", generation, plan
+                f"c{generation}{_letter(i)}" if len(found.clusters) > 1 else f"c{generation}", generation, plan, broken
             )
             for i, plan in enumerate(found.clusters)
         )
         idle = [tuple(Idle(one.name, one.reason) for one in group) for group in (found.spares, found.left_out)]
         return Planned(clusters, idle[0], idle[1], found.reason)
 
-    def _cluster(self, name: str, generation: int, plan: ClusterPlan) -> Cluster:
+    def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        """Which of the running clusters stand in the way of a plan that is worth enough more, and which plan that is."""
+        found = form_apart(self._task(machines), self._running(running))
+        kept = {(plan.members, plan.partition.cuts) for plan in found.clusters}
+        rows = {name: self._rows[name] for name in running if name in self._rows}
+        ends = tuple(name for name, row in rows.items() if (row.members, row.partition.cuts) not in kept)
+        return ends, found.reason
+
+    def _task(self, machines: Sequence[Machine]) -> Task:
+        timed = self._timed
+        self._machines |= {machine.name: machine for machine in machines}
+        fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
+        task = timed.task(fleet, whole=self._min_stages == 1)
+        return replace(task, min_stages=self._min_stages, slack=_SLACK, num_spares=self._num_spares)
+
+    def _running(self, names: Sequence[str]) -> FleetPlan | None:
+        """Clusters as the planner knows them; None if there are none."""
+        rows = tuple(self._rows[name] for name in names if name in self._rows)
+        return FleetPlan(rows, (), (), sum(row.samples_per_s for row in rows), "") if rows else None
+
+    def _mended(self, plan: ClusterPlan, broken: Sequence[str]) -> str:
+        """The cluster that most of these machines were in."""
+        shared = {name: len(set(self._rows[name].members) & set(plan.members)) for name in broken if name in self._rows}
+        best = max(shared, key=shared.__getitem__, default="")
+        return best if best and shared[best] else ""
+
+    def _cluster(self, name: str, generation: int, plan: ClusterPlan, broken: Sequence[str]) -> Cluster:
         depths = tuple(plan.partition.depths)
         chosen = rules(
             depths, self._timed.accumulate, synchronous=self._synchronous, max_staleness=self._timed.max_staleness
         )
         self.plans[name] = self._expected(plan, tuple(chosen))
+        self._rows[name] = plan
         return Cluster(
             id=name, generation=generation, members=plan.members, cuts=tuple(plan.partition.cuts),
             accumulate=self._timed.accumulate, depths=depths, samples_per_s=plan.samples_per_s, reason=plan.reason,
+            mends=self._mended(plan, broken),
         )  # fmt: skip
 
     def _expected(self, plan: ClusterPlan, chosen: tuple[Rule, ...]) -> LocalPlan:
@@ -118,7 +151,9 @@ class ClusterMaker:
             if state.name in first and (state.trainable or state.mutated):
                 yield first[state.name], state
 
-    def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
+    def stages(
+        self, cluster: Cluster, profiles: Sequence[NodeProfile], lacking: Sequence[int] = ()
+    ) -> list[StageFiles]:
         """The files of a cluster's stages, root first."""
         plan = self.plans[cluster.id]
         given = roles(plan.stages, [rule.delay for rule in plan.rules])

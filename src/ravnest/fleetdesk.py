@@ -62,11 +62,16 @@ class Desk:
     def __init__(self, maker: ClusterMaker, supply: Supply, folder: Path, notes: queue.SimpleQueue[Note]) -> None:
         self._maker, self._supply, self._folder, self._notes = maker, supply, folder, notes
 
-    def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
-        return self._maker.plan(machines, generation)
+    def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> Planned:
+        return self._maker.plan(machines, generation, broken)
 
-    def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
-        return self._maker.stages(cluster, profiles)
+    def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        return self._maker.better(machines, running)
+
+    def stages(
+        self, cluster: Cluster, profiles: Sequence[NodeProfile], lacking: Sequence[int] = ()
+    ) -> list[StageFiles]:
+        return self._maker.stages(cluster, profiles, lacking)
 
     def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:
         return self._maker.rings(clusters)

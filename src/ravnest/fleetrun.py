@@ -226,8 +226,8 @@ class FleetRun:
         if isinstance(event, PlanMade):
             for cluster in event.clusters:
                 plan = self.work.maker.plans[cluster.id]
-                record = Record(self._labels, cluster.accumulate, len(cluster.members))
-                self._clusters[cluster.id] = ClusterRun(plan, record)
+                record = Record(self._labels, cluster.accumulate, len(cluster.members), first=cluster.begin)
+                self._clusters[cluster.id] = ClusterRun(plan, record, fed=cluster.begin)
                 self.show.planned(plan, cluster.id)
             self.work.supply.lead = max(4, 2 * len(self._clusters))
             self._write_plans()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .api import Run, limited, new_folder
 from .clusterplan import ClusterMaker
+from .coordinator.copying import CopyWishes
 from .coordinator.decide import Wishes
 from .coordinator.rounds import AveragingWishes
 from .coordinator.service import ServiceConfig
@@ -44,7 +45,8 @@ def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
     folder = new_folder(how.folder, job.name)
     (folder / "coordinator.txt").write_text(f"{config.directory.resolve()}\n")  # for `ravnest status FOLDER`
     maker = ClusterMaker(
-        program, timed, job.settings(how), folder, synchronous=how.mode == "sync", min_stages=how.least_stages
+        program, timed, job.settings(how), folder, synchronous=how.mode == "sync", min_stages=how.least_stages,
+        num_spares=how.spares,
     )  # fmt: skip
     supply = Supply(program, batch_size=size, max_batch=microbatch)
     work = FleetWork(
@@ -71,5 +73,6 @@ def _service(how: Training, batch_size: int) -> ServiceConfig:
         ticket_s=parse_seconds(how.ticket_valid),
         ticket_uses=how.ticket_uses,
         averaging=AveragingWishes(average_every=every, codec=how.codec, outer=how.outer),
+        copying=CopyWishes(replicas=how.replicas),
         wishes=Wishes(min_nodes=how.min_nodes, wait_s=how.wait_s, min_stages=how.least_stages),
     )

@@ -66,9 +66,10 @@ class Evaluation:
 class Record:
     """Of one cluster. `labels` name what the loss function reports, the loss first."""
 
-    def __init__(self, labels: Sequence[str], accumulate: int, num_stages: int) -> None:
+    def __init__(self, labels: Sequence[str], accumulate: int, num_stages: int, *, first: int = 0) -> None:
+        """`first` is its first window: a cluster may go on from what others have learnt."""
         self.labels, self.accumulate, self.num_stages = list(labels), accumulate, num_stages
-        self.windows_done = 0
+        self.windows_done = self._first = first
         self.bad: int | None = None  # the first microbatch whose loss is not finite
         self.stages: dict[int, StageMetrics] = {}
         self.evaluations: list[dict[str, float]] = []
@@ -103,7 +104,7 @@ class Record:
             yield window, self._windows.pop(window).means(len(self.labels))
 
     def updates_of(self, stage: int) -> int:
-        return self.stages[stage].updates if stage in self.stages else 0
+        return self.stages[stage].updates if stage in self.stages else self._first
 
     def begin_evaluation(self, step: int) -> Evaluation:
         self._evaluations_begun += 1

@@ -47,7 +47,7 @@ class Giver:
         self.file = b"a stage"
         self.max_bytes = 1000
 
-    def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
+    def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> Planned:
         names = [machine.name for machine in machines]
         if len(names) < self.size:
             raise PlanError(f"{len(names)} nodes are fewer than {self.size}")
@@ -62,7 +62,12 @@ class Giver:
         )  # fmt: skip
         return Planned(clusters, spares=tuple(Idle(name, "one too many") for name in names[whole:]))
 
-    def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
+    def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        return (), "nothing is better"
+
+    def stages(
+        self, cluster: Cluster, profiles: Sequence[NodeProfile], lacking: Sequence[int] = ()
+    ) -> list[StageFiles]:
         return [StageFiles(self.file, b"a brief", max_bytes=self.max_bytes) for _ in cluster.members]
 
     def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:

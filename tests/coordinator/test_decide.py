@@ -25,7 +25,7 @@ from ravnest.coordinator.events import Event
 from ravnest.coordinator.state import State, apply
 from tests.coordinator.histories import cluster, connected, history, numbers, planned, state_of
 
-WISHES = Wishes()
+WISHES = Wishes(beat_s=5.0)
 BEGIN = on.RunBegun(0.0, "r", None, "1")
 wishes = st.builds(
     Wishes,
@@ -149,10 +149,12 @@ def test_a_cluster_that_does_not_get_ready_ends_and_the_late_are_blamed() -> Non
     assert next_look_s(state, 159.9, WISHES) == 160.0
     assert at(state, 160.0) == [EndCluster("c1", "barn is not ready after 120 s", ("barn",))]
     carry_out(state, at(state, 160.0)[0], 160.0)
+    assert state.free_nodes(161.0) == ()  # it has not let go of its stage yet
+    apply(state, on.NodeLetGo(161.0, "attic", 1))
     assert state.free_nodes(161.0) == ("attic",)
     assert at(state, 459.9) == []
     assert next_look_s(state, 459.9, WISHES) == 460.0
-    assert at(state, 460.0)[0] == MakePlan(("attic", "barn"), "2 nodes are free, and nobody came for 15 s")
+    assert at(state, 460.0)[0] == MakePlan(("attic", "barn"), "cluster c1 broke")
 
 
 def test_a_member_that_came_back_without_its_stage_ends_its_cluster() -> None:
@@ -228,7 +230,25 @@ def test_survivors_of_a_cluster_are_planned_at_once() -> None:
     apply(state, on.NodeGone(100.0, "barn", "it left", polite=True))
     assert at(state, 100.0, min_nodes=3) == [EndCluster("c1", "barn is gone")]
     apply(state, on.ClusterEnded(100.0, "c1", "barn is gone", is_lost=True))
-    assert [d.nodes for d in at(state, 100.0, min_nodes=3) if isinstance(d, MakePlan)] == [("attic", "cellar")]
+    assert at(state, 100.0, min_nodes=3) == []
+    assert next_look_s(state, 100.0, WISHES) <= 110.0
+    apply(state, on.NodeLetGo(100.5, "attic", 1))
+    assert at(state, 101.0, min_nodes=3) == []
+    apply(state, on.NodeLetGo(101.0, "cellar", 1))
+    assert at(state, 101.0, min_nodes=3) == [MakePlan(("attic", "cellar"), "cluster c1 broke")]
+
+
+def test_who_does_not_let_go_of_its_stage_is_waited_for_but_not_long() -> None:
+    state = state_of([BEGIN, *(connected(1.0, name) for name in ("attic", "barn", "cellar"))])
+    apply(state, planned(40.0, cluster(1, "attic", "barn", "cellar")))
+    for name in ("attic", "barn", "cellar"):
+        apply(state, on.NodeReady(50.0, "c1", name))
+    state.broke_off("barn")  # it is killed: nobody waits for it
+    apply(state, on.ClusterEnded(100.0, "c1", "the link to barn broke", is_lost=True))
+    apply(state, on.NodeLetGo(100.5, "attic", 1))
+    assert [d for d in decide(state, 109.9, Wishes(beat_s=60.0)) if isinstance(d, MakePlan)] == []
+    plans = [d for d in decide(state, 110.0, Wishes(beat_s=60.0)) if isinstance(d, MakePlan)]
+    assert plans == [MakePlan(("attic", "cellar"), "cluster c1 broke")]
 
 
 def test_nothing_is_planned_without_a_run() -> None:

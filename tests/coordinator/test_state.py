@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ravnest.coordinator import events as on
 from ravnest.coordinator.events import Event
 from ravnest.coordinator.state import State, apply, restore, snapshot
+from ravnest.core.control import Copy
 from tests.coordinator.histories import NAMES, cluster, connected, history, numbers, planned, state_of
 
 
@@ -84,7 +85,10 @@ def test_a_cluster_forms_trains_and_is_lost() -> None:
     apply(state, on.ClusterEnded(7.0, "c1", "barn is gone", is_lost=True))
     assert state.clusters["c1"].phase == "lost"
     assert state.leases.waiting == [0]
-    assert state.free_nodes(7.0) == ("attic",)
+    assert state.free_nodes(7.0) == ()
+    apply(state, on.NodeLetGo(7.5, "attic", 1, Copy("c1", 1, 3)))
+    assert state.free_nodes(7.5) == ("attic",)
+    assert [kept.copy for kept in state.nodes["attic"].copies] == [Copy("c1", 1, 3)]
     assert state.why_free("attic") == "cluster c1 ended: barn is gone"
     assert state.counters.lost == state.counters.clusters_lost == 1
 

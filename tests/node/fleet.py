@@ -103,8 +103,8 @@ class Worker:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.link = unix_link(ours, LinkConfig(headers=FromWorker), peer=self.name)
-        given = {"identity": str(identity.directory), "coordinator": coordinator, "profile": PROFILE, **changes}
-        self.tell(Begin(**given))
+        given = {"identity": str(identity.directory), "coordinator": coordinator, "profile": PROFILE}
+        self.tell(Begin(shelf=str(identity.directory / "copies"), **given | changes))
         self.where = Whereabouts()
 
     def tell(self, said: msgspec.Struct) -> None:

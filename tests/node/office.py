@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import WSMsgType, web
 
-from ravnest.core.control import MAX_MESSAGE_BYTES, Beat, Blob, Hello, Said, Told, Welcome
+from ravnest.core.control import MAX_MESSAGE_BYTES, Beat, Blob, Hello, LetGo, Said, Told, Welcome
 from ravnest.net.front import front_context
 from ravnest.net.identity import fingerprint
 from ravnest.net.ticket import Ticket, new_token
@@ -34,9 +34,9 @@ class Visit:
         await self.socket.send_bytes(msgspec.msgpack.encode(told))
 
     async def hear(self, kind: type[T]) -> T:
-        """The next message that is no beat; it must be of this kind."""
+        """The next message that is no beat and no letting go; it must be of this kind."""
         said: Said | None = None
-        while said is None or isinstance(said, Beat):
+        while said is None or isinstance(said, Beat | LetGo):
             message = await self.socket.receive(PATIENCE_S)
             assert message.type is WSMsgType.BINARY, message
             said = msgspec.msgpack.decode(message.data, type=Said)

@@ -122,7 +122,7 @@ def test_what_an_agent_goes_through(members: Members, tmp_path: Path) -> None:
     lines = asyncio.run(life())
     assert workers() == []
     assert sorted(p.name for p in next((tmp_path / "nodes").iterdir()).iterdir()) == [
-        "authority.pem", "certificate.pem", "key.pem", "lock", "port", "worker.log",
+        "authority.pem", "certificate.pem", "key.pem", "lock", "port", "run", "worker.log",
     ]  # fmt: skip
     started = [line.split(":")[0] for line in lines]
     expected = ["measuring this PC", "joined as attic", "stage 1 of 2 in cluster c1", "the worker process was ended by"]

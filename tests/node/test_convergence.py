@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ravnest.core.control import Blob, Part, Report, Tell
+from ravnest.core.control import Blob, LetGo, Part, Report, Tell
 from ravnest.core.errors import ProgramError
 from ravnest.core.orders import EndAfter, Failed, Ready, Save, Saved
 from ravnest.node.client import Client, pinned_context
@@ -35,7 +35,7 @@ class Node:
     def __init__(self, office: Office, directory: Path) -> None:
         self.office, self.home = office, Home(directory, "ab" * 32, "attic")
         self.told: asyncio.Queue[Any] = asyncio.Queue()
-        self.reports: asyncio.Queue[Report] = asyncio.Queue()
+        self.reports: asyncio.Queue[Report | LetGo] = asyncio.Queue()
         self.is_ready = asyncio.Event()
         self.is_ready.set()
         context = pinned_context(office.members.authority.certificate_pem)
@@ -69,9 +69,10 @@ class Node:
         return take
 
     async def failure(self) -> Failed:
-        report = (await asyncio.wait_for(self.reports.get(), PATIENCE_S)).report
-        assert isinstance(report, Failed)
-        return report
+        said = await asyncio.wait_for(self.reports.get(), PATIENCE_S)
+        assert isinstance(said, Report)
+        assert isinstance(said.report, Failed)
+        return said.report
 
     @property
     def files(self) -> list[str]:
@@ -218,6 +219,7 @@ def test_a_lost_worker_is_a_failed_part(members: Members, tmp_path: Path) -> Non
         assert (await node.failure()).reason == "it was killed"
         assert node.convergence.holding == 0
         assert (await node.hear(Free)).generation == 1
+        assert (await node.reports.get()) == LetGo(1)
         node.convergence.worker_lost("it was killed again")
         assert node.reports.empty()
 

@@ -88,7 +88,7 @@ class LiveCluster:
     @property
     def is_fed(self) -> bool:
         """Whether its root is on the line and has been sent something: another line would miss that."""
-        return self._line is not None and self.feeder.fed > 0
+        return self._line is not None and self.feeder.has_sent
 
     def close(self) -> None:
         self.is_over = True

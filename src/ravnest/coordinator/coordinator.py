@@ -11,10 +11,29 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
+
 from ..core.config import require
-from ..core.control import Beat, Desired, Hello, Leave, Moved, Part, Peer, Report, Said, Tell, Welcome, Whereabouts
+from ..core.control import (
+    Beat,
+    Copied,
+    Desired,
+    Hello,
+    Leave,
+    LetGo,
+    Moved,
+    Part,
+    Peer,
+    Report,
+    Said,
+    Tell,
+    Told,
+    Welcome,
+    Whereabouts,
+)
 from ..core.errors import FrameError, RavnestError
 from ..core.orders import (
     Averaged,
@@ -38,6 +57,8 @@ from ..net.hub import HubConfig, RelayHub
 from .averaging import Averaging
 from .blobs import Blobs
 from .clusters import LiveCluster
+from .copies import Copies
+from .copying import CopyWishes
 from .decide import Decision, EndCluster, LoseNode, MakePlan, Wishes, decide, machines_of, next_look_s
 from .events import (
     CallerRefused,
@@ -52,6 +73,7 @@ from .events import (
     NodeConnected,
     NodeGone,
     NodeKicked,
+    NodeLetGo,
     NodeMoved,
     NodeReady,
     Noted,
@@ -65,6 +87,7 @@ from .records import LinkRecord
 from .requester import Piece, Requester, StageFiles
 from .rounds import AveragingWishes
 from .sessions import Session
+from .sources import Beginning, find_beginning
 from .state import State, apply
 
 __all__ = ["Coordinator"]
@@ -84,6 +107,7 @@ class Coordinator:
         wishes: Wishes,
         *,
         averaging: AveragingWishes | None = None,
+        copying: CopyWishes | None = None,
         keep: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.time,
         patience: Patience | None = None,
@@ -97,6 +121,7 @@ class Coordinator:
         self._member_of: dict[str, LiveCluster] = {}
         self.is_ending = False
         self.averaging = Averaging(self, averaging or AveragingWishes())
+        self.copies = Copies(self, copying or CopyWishes())
         self._keep = keep
         self._start_s, self._started = clock(), time.monotonic()
         self._wake = asyncio.Event()
@@ -132,12 +157,17 @@ class Coordinator:
 
     async def tend(self) -> None:
         """Decide and act, whenever something has changed or is due. Runs until cancelled."""
+        looked_s = self.now_s()
         while True:
             self._wake.clear()
             now_s = self.now_s()  # the same for both questions: what falls due in between would be missed
+            if now_s > looked_s + self.beat_s:  # this process stood still, or the PC slept: nobody else is to blame
+                self.state.wake(now_s)
+            looked_s = now_s
             for decision in decide(self.state, now_s, self.wishes):
                 self._carry_out(decision)
             self.averaging.look()
+            self.copies.look()
             await asyncio.sleep(_REST_S)
             if self._wake.is_set():
                 continue
@@ -164,7 +194,8 @@ class Coordinator:
                 if (live := self.clusters.get(cluster)) is not None:
                     self._broken(live, reason, blamed)
             case MakePlan():
-                if not self.is_ending and (self._planning is None or self._planning.done()):
+                is_needed = not self.is_ending or not self.clusters  # whose weights would else be lost
+                if is_needed and (self._planning is None or self._planning.done()):
                     self._planning = asyncio.get_running_loop().create_task(self._plan_soon())
 
     async def _plan_soon(self) -> None:
@@ -178,31 +209,39 @@ class Coordinator:
         generation = self.state.generation + 1
         try:
             machines = machines_of(self.state, nodes)
-            planned = await asyncio.to_thread(self.requester.plan, machines, generation)
-            made: list[tuple[Cluster, list[StageFiles]]] = []
+            planned = await asyncio.to_thread(self.requester.plan, machines, generation, tuple(self.state.broken))
+            made: list[_Made] = []
             for cluster in planned.clusters:
+                beginning = self._beginning(cluster)
                 profiles = [self.state.nodes[name].profile for name in cluster.members]
-                made.append((cluster, await asyncio.to_thread(self.requester.stages, cluster, profiles)))
+                files = await asyncio.to_thread(self.requester.stages, cluster, profiles, beginning.lacking)
+                made.append(_Made(_begun(cluster, beginning), files, beginning))
         except RavnestError as error:
             self.record(PlanFailed(self.now_s(), str(error), tuple(nodes)))
             return
         free = set(self.state.free_nodes(self.now_s(), self.wishes.blame_s))
-        kept = [(cluster, files) for cluster, files in made if free.issuperset(cluster.members)]
+        kept = [one for one in made if free.issuperset(one.cluster.members)]
         if len(kept) < len(made):
             self.note("a PC left while the plan was made: its cluster is planned anew")
-        clusters = tuple(cluster for cluster, _ in kept)
+        clusters = tuple(one.cluster for one in kept)
         took_s = self.now_s() - began
         self.record(
             PlanMade(self.now_s(), generation, clusters, planned.spares, planned.left_out, planned.reason, took_s)
         )
-        for cluster, files in kept:
-            self._found(cluster, files)
+        for one in kept:
+            self._found(one)
+
+    def _beginning(self, cluster: Cluster) -> Beginning:
+        """What a new cluster goes on from."""
+        updates = {(c, i): m.updates for c, live in self.clusters.items() for i, m in live.metrics.items()}
+        return find_beginning(self.state, cluster.members, cluster.cuts, self.now_s(), updates)
 
     # clusters
 
-    def _found(self, cluster: Cluster, files: Sequence[StageFiles]) -> None:
+    def _found(self, made: _Made) -> None:
         """A cluster begins: its members are told what to be."""
-        names = cluster.members
+        cluster, files = made.cluster, made.files
+        names, sources = cluster.members, self.copies.sources(cluster.members, made.beginning)
         tokens = [secrets.token_urlsafe(24) for _ in names[1:]]
         for token, pair in zip(tokens, pairwise(names), strict=True):
             self.hub.open(token, pair)
@@ -217,18 +256,21 @@ class Coordinator:
                 weights=None if given.weights is None else self.blobs.put(given.weights),
                 before=peer(i - 1, tokens[i - 1]) if i else None,
                 after=peer(i + 1, tokens[i]) if i + 1 < len(names) else None,
+                begin=cluster.begin, sources=sources[i], states=tuple(map(self.blobs.put, given.states)),
             )
             for i, given in enumerate(files)
         ]  # fmt: skip
         feeder = Feeder(
             accumulate=cluster.accumulate, depth=cluster.depths[0], samples_per_s=cluster.samples_per_s,
-            round_trip_s=2 * self.state.nodes[names[0]].profile.latency_s,
+            round_trip_s=2 * self.state.nodes[names[0]].profile.latency_s, begin=cluster.begin,
         )  # fmt: skip
         live = LiveCluster(cluster, parts, feeder, self._lease, self._settle, self._broken)
         live.relay_tokens = tokens
         live.max_weights_bytes = [given.max_bytes for given in files]
         self.clusters[cluster.id] = live
         self._member_of |= dict.fromkeys(names, live)
+        if self.is_ending:
+            live.end_after(cluster.begin)
         for name in names:
             self._tell_desired(name)
 
@@ -262,7 +304,7 @@ class Coordinator:
         for token in live.relay_tokens:
             self.hub.close(token)
         for part in live.parts:
-            for blob in (part.file, part.brief, part.weights):
+            for blob in (part.file, part.brief, part.weights, *part.states):
                 if blob is not None:
                     self.blobs.drop(blob)
         for batch in sorted(self.state.leases.outstanding_of(cluster)):
@@ -284,6 +326,11 @@ class Coordinator:
             told = live.order_one(name, order)
             if session is not None:
                 session.tell(told)
+
+    def tell(self, name: str, told: Told) -> None:
+        """To one node, if it is connected."""
+        if (session := self.sessions.get(name)) is not None:
+            session.tell(told)
 
     def _tell(self, live: LiveCluster, told: Tell) -> None:
         for name in live.plan.members:
@@ -348,7 +395,9 @@ class Coordinator:
         live = self.cluster_of(name)
         if live is not None and live.is_training and hello.holding != live.generation:
             self._end_cluster(live.id, f"{name} came back without its stage", is_lost=True)
-        self.record(NodeConnected(now_s, name, hello.profile, hello.where, session.address, hello.holding))
+        self.record(
+            NodeConnected(now_s, name, hello.profile, hello.where, session.address, hello.holding, hello.copies)
+        )
         self.state.heard(name, now_s, "")
         session.tell(Welcome(run=self.state.run, beat_s=self.beat_s))
         self._tell_desired(name)
@@ -365,6 +414,10 @@ class Coordinator:
                     self.record(NodeMoved(self.now_s(), name, where))
             case Report():
                 self._reported(name, said)
+            case LetGo(generation=generation, copy=copy):
+                self.record(NodeLetGo(self.now_s(), name, generation, copy))
+            case Copied():
+                self.copies.reported(name, said)
             case Leave(reason=reason):
                 self.lose(name, reason[:200] or "it left", polite=True)
             case Hello():
@@ -456,6 +509,22 @@ class Coordinator:
         if live.is_fed:
             raise FrameError(f"{name} came again while its cluster is being fed")
         return live
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A cluster that was planned, its files, and what it goes on from."""
+
+    cluster: Cluster
+    files: Sequence[StageFiles]
+    beginning: Beginning
+
+
+def _begun(cluster: Cluster, beginning: Beginning) -> Cluster:
+    """The cluster with where it begins, and why."""
+    if not beginning.updates:
+        return cluster
+    return msgspec.structs.replace(cluster, begin=beginning.updates, begins=beginning.words)
 
 
 def _check_where(where: Whereabouts) -> None:

@@ -2,8 +2,9 @@
 
     lose a node      that was not heard for three beats
     end a cluster    a member of which is gone, or that does not get ready in time
-    make a plan      of the nodes that are free, when it is quiet: nobody came for `wait_s`, or enough of them have
-                     waited `max_wait` times as long
+    make a plan      of the nodes that are free: at once when a cluster broke and its members have let go of their
+                     stages, else when it is quiet: nobody came for `wait_s`, or enough of them have waited `max_wait`
+                     times as long
 
 The owner carries a decision out and says so with events, which make it vanish; until then it is decided again. Nothing
 changes by itself before `next_look_s`.
@@ -37,7 +38,7 @@ class Wishes:
     min_stages: int = 2
     wait_s: float = 15.0
     max_wait: float = 4.0  # times wait_s
-    beat_s: float = 5.0
+    beat_s: float = 2.0
     forming_s: float = 120.0
     blame_s: float = BLAME_S
 
@@ -112,7 +113,7 @@ def _machine(name: str, node: NodeRecord) -> Machine:
     return Machine(
         name=name,
         memory_bytes=has.memory_bytes,
-        speed=has.gflops,
+        speed=has.gflops * node.speed,
         up_bytes_per_s=has.up_bytes_per_s,
         down_bytes_per_s=has.down_bytes_per_s,
         latency_s=has.latency_s,
@@ -166,6 +167,9 @@ def _due(state: State, free: list[str], wishes: Wishes) -> tuple[float, str] | N
     if not state.run or state.ended is not None or not fresh or len(free) < needed:
         return None
     since_s = sorted(_free_since_s(state.nodes[name], wishes) for name in free)
+    broken = [cluster for cluster in state.broken if _members(state, cluster) & set(fresh)]
+    if broken:
+        return max((since_s[needed - 1], *_letting_go_s(state))), f"cluster {' and '.join(broken)} broke"
     enough_s = max(since_s[needed - 1], min(_free_since_s(state.nodes[name], wishes) for name in fresh))
     quiet_s = max(max(state.nodes[name].connected_s for name in free) + wishes.wait_s, enough_s)
     patience_s = enough_s + wishes.max_wait * wishes.wait_s
@@ -173,6 +177,18 @@ def _due(state: State, free: list[str], wishes: Wishes) -> tuple[float, str] | N
     if quiet_s <= patience_s:
         return quiet_s, f"{who}, and nobody came for {wishes.wait_s:g} s"
     return patience_s, f"{who}, and have waited for {wishes.max_wait * wishes.wait_s:g} s"
+
+
+def _letting_go_s(state: State) -> Iterator[float]:
+    """Until when to wait for those who have yet to put down what they have learnt."""
+    for name, node in state.nodes.items():
+        if node.is_present and node.letting_go_s is not None and not state.last_heard(name).is_away:
+            yield node.free_from_s
+
+
+def _members(state: State, cluster: str) -> set[str]:
+    found = state.clusters.get(cluster)
+    return set(found.plan.members) if found is not None else set()
 
 
 def _free_since_s(node: NodeRecord, wishes: Wishes) -> float:
@@ -187,6 +203,8 @@ def _turns(state: State, now_s: float, wishes: Wishes) -> Iterator[float]:
             yield _lost_s(state, name, wishes)
         if node.blamed_s is not None:
             yield node.blamed_s + wishes.blame_s
+        if node.letting_go_s is not None:
+            yield node.free_from_s
     for cluster in state.live_clusters():
         yield _late_s(cluster, wishes)
     due = _due(state, _free(state, now_s, wishes, _silent(state, now_s, wishes)), wishes)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.control import NodeProfile, Whereabouts
+from ..core.control import Copy, NodeProfile, Whereabouts
 
 __all__ = [
-    "CallerRefused", "Cluster", "ClusterEnded", "Event", "Idle", "LeaseGranted", "LeaseReturned", "LeaseSettled",
-    "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected", "NodeEnrolled", "NodeGone", "NodeKicked",
-    "NodeLinked", "NodeMoved", "NodeNotAveraged", "NodeReady", "NodeShifted", "Noted", "PlanFailed", "PlanMade",
+    "CallerRefused", "Cluster", "ClusterEnded", "CopyKept", "Event", "Idle", "LeaseGranted", "LeaseReturned",
+    "LeaseSettled", "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected", "NodeEnrolled", "NodeGone",
+    "NodeKicked", "NodeLetGo", "NodeLinked", "NodeMoved", "NodeNotAveraged", "NodeReady", "NodeShifted", "NodeSlowed",
+    "Noted", "PlanFailed", "PlanMade",
     "RingsLaid", "RoundClosed", "RoundCommitted", "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
 ]  # fmt: skip
 
@@ -29,7 +30,11 @@ class _Event(_Record, frozen=True, tag=True):
 
 
 class Cluster(_Record, frozen=True, kw_only=True):
-    """Nodes that hold one copy of the model: member i computes the ops from cut i - 1 to cut i, root first."""
+    """Nodes that hold one copy of the model: member i computes the ops from cut i - 1 to cut i, root first.
+
+    It begins after `begin` updates, which it takes over from copies that nodes keep; `mends` is the cluster whose place
+    it takes, if there is one: then it counts in averages from its start.
+    """
 
     id: str
     generation: int
@@ -39,6 +44,9 @@ class Cluster(_Record, frozen=True, kw_only=True):
     depths: tuple[int, ...]
     samples_per_s: float  # as planned
     reason: str
+    begin: int = 0
+    begins: str = ""  # from what, in words
+    mends: str = ""
 
 
 class Idle(_Record, frozen=True):
@@ -103,6 +111,7 @@ class NodeConnected(_Event, frozen=True):
     where: Whereabouts
     address: str
     holding: int
+    copies: tuple[Copy, ...] = ()
 
 
 class NodeMoved(_Event, frozen=True):
@@ -124,6 +133,14 @@ class NodeBlamed(_Event, frozen=True):
     """A node's part failed, so that it is left out of plans for a while."""
 
     name: str
+    reason: str
+
+
+class NodeSlowed(_Event, frozen=True):
+    """A node computes at this share of the speed that it measured, as its stage shows; 1 is as measured."""
+
+    name: str
+    share: float
     reason: str
 
 
@@ -172,6 +189,24 @@ class NodeReady(_Event, frozen=True):
 
     cluster: str
     name: str
+
+
+class NodeLetGo(_Event, frozen=True):
+    """Nothing is left of a node's part but the copy that it keeps of what the part had learnt, if any."""
+
+    name: str
+    generation: int
+    copy: Copy | None = None
+
+
+class CopyKept(_Event, frozen=True):
+    """A node has got a copy of what another's stage has learnt, and keeps it."""
+
+    name: str
+    giver: str
+    copy: Copy
+    num_bytes: int
+    took_s: float
 
 
 class ClusterEnded(_Event, frozen=True):
@@ -280,8 +315,9 @@ class LeaseReturned(_Event, frozen=True):
 
 Event = (
     RunBegun | RunEnded | Noted
-    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeBlamed | CallerRefused
-    | PlanMade | PlanFailed | LinkMade | NodeReady | ClusterEnded
+    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeBlamed | NodeSlowed
+    | CallerRefused
+    | PlanMade | PlanFailed | LinkMade | NodeReady | NodeLetGo | CopyKept | ClusterEnded
     | RingsLaid | NodeLinked | RoundOpened | NodeBegan | NodeAveraged | NodeNotAveraged | RoundCommitted | NodeShifted
     | RoundClosed
     | LeaseGranted | LeaseSettled | LeaseReturned

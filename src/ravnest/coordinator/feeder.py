@@ -37,14 +37,21 @@ class Sending:
 class Feeder:
     """Of one cluster: tell it what there is to send and what came back; ask it what to send."""
 
-    def __init__(self, *, accumulate: int, depth: int, samples_per_s: float = 0.0, round_trip_s: float = 0.0) -> None:
+    def __init__(
+        self, *, accumulate: int, depth: int, samples_per_s: float = 0.0, round_trip_s: float = 0.0, begin: int = 0
+    ) -> None:
         self.accumulate, self.depth = accumulate, depth
         self.ahead = depth + _LINE
-        self.fed = self.acknowledged = self.windows = 0
+        self.windows = self._begin = begin
+        self.fed = self.acknowledged = begin * accumulate
         self._per_s, self._round_trip_s = samples_per_s, round_trip_s
         self._sendings: deque[Sending] = deque()
         self._batches: dict[int, tuple[int, int]] = {}  # of windows that are not settled: batch and samples
         self._evaluating = 0  # sent, result not here yet
+
+    @property
+    def has_sent(self) -> bool:
+        return self.fed > self._begin * self.accumulate
 
     @property
     def wants_batch(self) -> bool:

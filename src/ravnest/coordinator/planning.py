@@ -15,6 +15,7 @@ import msgspec
 from ..plan.fleet import FleetPlan, Task
 from ..plan.form import form
 from ..plan.problem import DoesNotFit, PlanError
+from ..plan.replan import replan
 
 __all__ = ["form_apart"]
 
@@ -24,6 +25,7 @@ _MODULE = "ravnest.coordinator.planning"
 class _Question(msgspec.Struct, frozen=True):
     task: Task
     seed: int
+    running: FleetPlan | None = None
 
 
 class _Found(msgspec.Struct, frozen=True, tag=True):
@@ -38,10 +40,13 @@ class _NotFound(msgspec.Struct, frozen=True, tag=True):
     remedies: tuple[str, ...] = ()
 
 
-def form_apart(task: Task, *, seed: int = 0, timeout_s: float = 600.0) -> FleetPlan:
-    """The plan of `plan.form`, or its error; `PlanError` too if the process fails or takes too long."""
+def form_apart(task: Task, running: FleetPlan | None = None, *, seed: int = 0, timeout_s: float = 600.0) -> FleetPlan:
+    """The plan of `plan.form`, or of `plan.replan` for clusters that ran, or its error.
+
+    `PlanError` too if the process fails or takes too long.
+    """
     command = [sys.executable, "-m", _MODULE]
-    question = msgspec.msgpack.encode(_Question(task, seed))
+    question = msgspec.msgpack.encode(_Question(task, seed, running))
     try:
         done = subprocess.run(command, input=question, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:
@@ -61,6 +66,8 @@ def form_apart(task: Task, *, seed: int = 0, timeout_s: float = 600.0) -> FleetP
 
 def _answer(question: _Question) -> _Found | _NotFound:
     try:
+        if question.running is not None:
+            return _Found(replan(question.task, question.running).plan)
         return _Found(form(question.task, seed=question.seed))
     except DoesNotFit as error:
         return _NotFound(str(error), error.missing_bytes, error.remedies)

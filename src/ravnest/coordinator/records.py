@@ -8,17 +8,18 @@ from typing import Literal
 
 import msgspec
 
-from ..core.control import NodeProfile, Whereabouts
+from ..core.control import Copy, NodeProfile, Whereabouts
 from .events import Cluster
 from .leases import Leases
 from .sentences import plain
 
 __all__ = [
-    "BLAME_S", "ClusterRecord", "Counters", "Heard", "Hearing", "LinkRecord", "Member", "NodeRecord", "Phase",
-    "Refusal", "RingsRecord", "RoundRecord", "State", "Token", "no_words",
+    "BLAME_S", "ClusterRecord", "Counters", "Heard", "Hearing", "KeptCopy", "LinkRecord", "Member", "NodeRecord",
+    "Phase", "Refusal", "RingsRecord", "RoundRecord", "State", "Token", "no_words",
 ]  # fmt: skip
 
 BLAME_S = 300.0
+_LET_GO_S = 10.0  # that a member of a cluster that ended has to put down what it learnt
 _MOST_WORDS = 500
 
 Phase = Literal["forming", "training", "ended", "lost"]
@@ -44,8 +45,20 @@ class Member(_Record):
     kicked: str | None = None
 
 
+class KeptCopy(_Record):
+    """A copy that a node keeps, as of when, and how long it took to get there."""
+
+    copy: Copy
+    at_s: float
+    took_s: float = 0.0
+
+
 class NodeRecord(_Record, kw_only=True):
-    """A node that has connected in this coordinator's life. `why` is the reason of its present state."""
+    """A node that has connected in this coordinator's life. `why` is the reason of its present state.
+
+    `letting_go_s` is when its cluster ended, until it has put down what its part had learnt. `speed` is the share of
+    what it measured that its stages showed it to have; `losses` counts how often it was lost.
+    """
 
     profile: NodeProfile
     where: Whereabouts
@@ -58,13 +71,29 @@ class NodeRecord(_Record, kw_only=True):
     why: str = ""
     blamed_s: float | None = None
     blame: str = ""
+    copies: list[KeptCopy] = []
+    letting_go_s: float | None = None
+    speed: float = 1.0
+    losses: int = 0
 
     def is_blamed(self, now_s: float, blame_s: float) -> bool:
         return self.blamed_s is not None and now_s < self.blamed_s + blame_s
 
     def is_free(self, now_s: float, blame_s: float) -> bool:
         """Whether a plan may have it."""
-        return self.is_present and self.cluster is None and not self.is_blamed(now_s, blame_s)
+        if not self.is_present or self.cluster is not None or self.is_blamed(now_s, blame_s):
+            return False
+        return self.letting_go_s is None or now_s >= self.letting_go_s + _LET_GO_S
+
+    @property
+    def free_from_s(self) -> float:
+        """When it is free at the latest, if nothing else happens."""
+        return self.free_since_s if self.letting_go_s is None else self.letting_go_s + _LET_GO_S
+
+    def keep(self, kept: KeptCopy) -> None:
+        """Of every stage the newest."""
+        same = (kept.copy.cluster, kept.copy.stage)
+        self.copies = [c for c in self.copies if (c.copy.cluster, c.copy.stage) != same] + [kept]
 
 
 class LinkRecord(_Record):
@@ -190,6 +219,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     members: dict[str, Member] = {}
     nodes: dict[str, NodeRecord] = {}
     clusters: dict[str, ClusterRecord] = {}  # in order of forming; of those that ended, the last few
+    cuts: dict[str, tuple[int, ...]] = {}  # of clusters of this run, for as long as somebody may keep a copy
+    broken: list[str] = []  # clusters that were lost and that none has taken the place of
     leases: Leases = msgspec.field(default_factory=Leases)
     counters: Counters = msgspec.field(default_factory=Counters)
     rings: RingsRecord | None = None

@@ -50,6 +50,7 @@ class StageFiles:
     brief: bytes
     weights: Path | None = None
     max_bytes: int = field(default=1 << 40)
+    states: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,19 @@ class RingShape:
 class Requester(Protocol):
     """Plans, makes stages, gives batches, hears reports."""
 
-    def plan(self, machines: Sequence[Machine], generation: int) -> Planned:
-        """In a thread. Who does what, of these machines (speeds in GFLOP/s); raises `PlanError`."""
+    def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> Planned:
+        """In a thread. Who does what, of these machines (speeds in GFLOP/s); raises `PlanError`.
 
-    def stages(self, cluster: Cluster, profiles: Sequence[NodeProfile]) -> list[StageFiles]:
-        """In a thread. The files of a cluster's stages, root first."""
+        `broken` are clusters that some of them were in: those are mended where that is best.
+        """
+
+    def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        """In a thread. Which running clusters of these machines to end so that a better plan can be made, and why."""
+
+    def stages(
+        self, cluster: Cluster, profiles: Sequence[NodeProfile], lacking: Sequence[int] = ()
+    ) -> list[StageFiles]:
+        """In a thread. The files of a cluster's stages, root first; of those in `lacking` nobody has all of a copy."""
 
     def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:
         """In a thread. Who averages what with whom, if these clusters do."""

@@ -38,6 +38,8 @@ def _sentence(event: Event) -> str | None:
             return text
         case on.PlanMade() | on.PlanFailed() | on.LinkMade() | on.NodeReady() | on.ClusterEnded():
             return _about_clusters(event)
+        case on.NodeLetGo() | on.CopyKept():
+            return None
         case on.LeaseGranted() | on.LeaseSettled() | on.LeaseReturned() | on.NodeMoved():
             return None
         case on.NodeLinked() | on.NodeBegan() | on.NodeAveraged() | on.NodeShifted():
@@ -49,8 +51,9 @@ def _sentence(event: Event) -> str | None:
 
 
 _AboutNodes = (
-    on.TokenIssued | on.NodeEnrolled | on.NodeKicked | on.NodeConnected | on.NodeGone | on.NodeBlamed | on.CallerRefused
-)
+    on.TokenIssued | on.NodeEnrolled | on.NodeKicked | on.NodeConnected | on.NodeGone | on.NodeBlamed | on.NodeSlowed
+    | on.CallerRefused
+)  # fmt: skip
 _AboutRounds = on.RingsLaid | on.RoundOpened | on.NodeNotAveraged | on.RoundCommitted | on.RoundClosed
 _AboutClusters = on.PlanMade | on.PlanFailed | on.LinkMade | on.NodeReady | on.ClusterEnded
 
@@ -71,6 +74,8 @@ def _about_nodes(event: _AboutNodes) -> str:
             return f"{name} left: {reason}" if polite else f"{name} is lost: {reason}"
         case on.NodeBlamed(name=name, reason=reason):
             return f"{name} is left out of plans for a while: {reason}"
+        case on.NodeSlowed(name=name, share=share, reason=reason):
+            return f"{name} computes at {share:.2g} of the speed that it measured: {reason}"
         case on.CallerRefused(address=address, reason=reason, count=count):
             return f"refused {address}{f' {count} times' if count > 1 else ''}: {reason}"
         case _:
@@ -112,7 +117,10 @@ def _about_rounds(event: _AboutRounds) -> str | None:
 
 
 def _cluster(cluster: Cluster) -> str:
-    return f"cluster {cluster.id} of {', '.join(cluster.members)} at {cluster.samples_per_s:.3g} samples/s"
+    goes_on = f", which goes on after {_count(cluster.begin, 'update')}" if cluster.begin else ""
+    begins = f": {cluster.begins}" if cluster.begins else ""
+    speed = f"{cluster.samples_per_s:.3g} samples/s"
+    return f"cluster {cluster.id} of {', '.join(cluster.members)} at {speed}{goes_on}{begins}"
 
 
 def _because(reason: str) -> str:

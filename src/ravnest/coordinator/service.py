@@ -26,6 +26,7 @@ from ..net.front import Front, FrontConfig, front_context
 from ..net.hello import FEED_PROTOCOL, RELAY_PROTOCOL
 from ..net.ticket import Ticket, new_token
 from .coordinator import Coordinator
+from .copying import CopyWishes
 from .decide import Wishes, judge_token
 from .events import CallerRefused, Event, LeaseGranted, LeaseSettled, NodeGone, Noted, RunBegun, RunEnded, TokenIssued
 from .feed import FeedPort
@@ -61,6 +62,7 @@ class ServiceConfig:
     ticket_uses: int | None = None
     wishes: Wishes = field(default_factory=Wishes)
     averaging: AveragingWishes = field(default_factory=AveragingWishes)
+    copying: CopyWishes = field(default_factory=CopyWishes)
     front: FrontConfig = field(default_factory=FrontConfig)
     patience: Patience = field(default_factory=Patience)
     clock: Callable[[], float] = time.time
@@ -96,6 +98,7 @@ class Service:
             requester,
             config.wishes,
             averaging=config.averaging,
+            copying=config.copying,
             keep=self._kept,
             clock=config.clock,
             patience=config.patience,

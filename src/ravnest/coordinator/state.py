@@ -11,17 +11,30 @@ from typing import Any, assert_never
 
 import msgspec
 
+from ..core.control import Copy
 from . import events as on
 from .events import Event
 from .leases import Leases
-from .records import BLAME_S, ClusterRecord, Hearing, LinkRecord, Member, NodeRecord, Refusal, State, Token, no_words
+from .records import (
+    BLAME_S,
+    ClusterRecord,
+    Hearing,
+    KeptCopy,
+    LinkRecord,
+    Member,
+    NodeRecord,
+    Refusal,
+    State,
+    Token,
+    no_words,
+)
 from .rounds import apply_round
 from .sentences import sentence
 
 __all__ = ["BLAME_S", "State", "apply", "restore", "snapshot"]
 
 COORDINATOR = "coordinator"  # the peer from which a root has its batches
-_MOST_REFUSALS, _MOST_ENDED = 50, 32
+_MOST_REFUSALS, _MOST_ENDED, _MOST_BROKEN = 50, 32, 8
 
 
 def apply(state: State, event: Event) -> None:
@@ -61,6 +74,10 @@ def apply(state: State, event: Event) -> None:
             if name in state.nodes:
                 state.counters.blamed += 1
                 state.nodes[name].blamed_s, state.nodes[name].blame = at_s, reason
+        case on.NodeSlowed(name=name, share=share):
+            if name in state.nodes:
+                state.nodes[name].speed = share
+                state.hopeless.discard(name)
         case on.PlanMade():
             _plan(state, event)
         case on.PlanFailed(nodes=nodes, reason=reason):
@@ -70,6 +87,11 @@ def apply(state: State, event: Event) -> None:
             _link(state, event)
         case on.NodeReady():
             _ready(state, event)
+        case on.NodeLetGo():
+            _let_go(state, event)
+        case on.CopyKept(at_s=at_s, name=name, copy=copy, took_s=took_s):
+            if name in state.nodes and copy.cluster in state.cuts:
+                state.nodes[name].keep(KeptCopy(copy, at_s, took_s))
         case on.ClusterEnded():
             _end(state, event)
         case on.RingsLaid() | on.NodeLinked() | on.RoundOpened() | on.NodeAveraged() | on.NodeNotAveraged():
@@ -114,10 +136,11 @@ def _begin(state: State, event: on.RunBegun) -> None:
     state.hopeless, state.clusters, state.leases = set(), {}, Leases()
     state.rings, state.round, state.rounds_done, state.rounds_begun = None, None, 0, 0
     state.since, state.trained, state.averaged = {}, {}, set()
+    state.cuts, state.broken = {}, []
     for node in state.nodes.values():
         if node.cluster is not None:
             node.cluster, node.free_since_s = None, event.at_s
-        node.blamed_s, node.blame = None, ""
+        node.blamed_s, node.blame, node.copies, node.letting_go_s = None, "", [], None
         if node.is_present:
             node.why = "it waits for a plan"
 
@@ -149,6 +172,9 @@ def _connect(state: State, event: on.NodeConnected) -> None:
     )  # fmt: skip
     if known is not None:
         node.cluster, node.blamed_s, node.blame = known.cluster, known.blamed_s, known.blame
+        node.speed, node.losses = known.speed, known.losses
+        if event.holding:
+            node.letting_go_s = known.letting_go_s
         if known.is_present:
             node.free_since_s, node.why = known.free_since_s, known.why
     if known is None or known.profile != event.profile:
@@ -156,15 +182,37 @@ def _connect(state: State, event: on.NodeConnected) -> None:
     cluster = state.clusters.get(node.cluster or "")
     if cluster is not None and event.holding != cluster.plan.generation:
         cluster.ready.discard(event.name)  # it no longer has its part
+    node.copies = [_kept(state, known, copy, event.at_s) for copy in event.copies if copy.cluster in state.cuts]
     state.nodes[event.name] = node
     state.heard(event.name, event.at_s)
+
+
+def _kept(state: State, known: NodeRecord | None, copy: Copy, at_s: float) -> KeptCopy:
+    """As of when it was known, or else as of when its cluster ended."""
+    for kept in known.copies if known is not None else ():
+        if kept.copy == copy:
+            return kept
+    cluster = state.clusters.get(copy.cluster)
+    ended_s = cluster.ended_s if cluster is not None else None
+    return KeptCopy(copy, at_s if ended_s is None else ended_s)
+
+
+def _let_go(state: State, event: on.NodeLetGo) -> None:
+    node = state.nodes.get(event.name)
+    if node is None:
+        return
+    if node.holding == event.generation:
+        node.holding, node.letting_go_s = 0, None
+    if event.copy is not None and event.copy.cluster in state.cuts:
+        node.keep(KeptCopy(event.copy, event.at_s))
 
 
 def _lose(state: State, event: on.NodeGone) -> None:
     node = state.nodes.get(event.name)
     if node is None or not node.is_present:
         return
-    node.is_present, node.why, node.holding = False, event.reason, 0
+    node.is_present, node.why, node.holding, node.letting_go_s = False, event.reason, 0, None
+    node.losses += not event.polite
     state.counters.left += event.polite
     state.counters.lost += not event.polite
 
@@ -174,6 +222,11 @@ def _plan(state: State, event: on.PlanMade) -> None:
     state.counters.plans_made += 1
     for cluster in event.clusters:
         state.clusters[cluster.id] = ClusterRecord(plan=cluster, formed_s=event.at_s, why=cluster.reason)
+        state.cuts[cluster.id] = cluster.cuts
+        if cluster.mends and cluster.mends in state.broken:
+            state.broken.remove(cluster.mends)
+            if cluster.mends in state.averaged:
+                state.averaged.add(cluster.id)
         for name in cluster.members:
             node = state.nodes[name]
             assert node.cluster is None, f"{name} is planned twice: {node.cluster} and {cluster.id}"
@@ -217,13 +270,17 @@ def _end(state: State, event: on.ClusterEnded) -> None:
     state.leases.close(event.cluster)
     for counted in (state.since, state.trained):
         counted.pop(event.cluster, None)
-    state.averaged.discard(event.cluster)
+    if event.is_lost:
+        state.broken = [*state.broken[1 - _MOST_BROKEN :], event.cluster]
     for name in cluster.plan.members:
         node = state.nodes[name]
         node.cluster, node.free_since_s = None, event.at_s
+        if node.is_present and node.holding == cluster.plan.generation:
+            node.letting_go_s = event.at_s
         if node.is_present:
             node.why = f"cluster {event.cluster} ended: {event.reason}"
     over = [found.plan.id for found in state.clusters.values() if not found.is_live]
     for cluster_id in over[:-_MOST_ENDED]:
         del state.clusters[cluster_id]
         state.leases.forget(cluster_id)
+        state.averaged.discard(cluster_id)

@@ -11,15 +11,18 @@ from __future__ import annotations
 import msgspec
 
 from .config import require
+from .ids import check_id
 from .orders import Order, Reports
 from .peers import Peer, Whereabouts
 
 __all__ = [
-    "Beat", "Blob", "Desired", "Goodbye", "Hello", "Leave", "Moved", "NodeProfile", "Part", "Peer", "Report", "Said",
-    "Tell", "Told", "Welcome", "Whereabouts", "MAX_MESSAGE_BYTES",
+    "Beat", "Blob", "Copied", "Copy", "Desired", "Give", "Goodbye", "Hello", "Keep", "Leave", "LetGo", "Moved",
+    "NodeProfile", "Part", "Peer", "Report", "Said", "Source", "Tell", "Told", "Welcome", "Whereabouts",
+    "MAX_MESSAGE_BYTES", "MOST_COPIES",
 ]  # fmt: skip
 
 MAX_MESSAGE_BYTES = 256 * 1024
+MOST_COPIES = 16  # that a node keeps
 
 _MOST_BYTES, _MOST_RATE, _MOST_GFLOPS, _MOST_S = 1 << 46, 1e12, 1e8, 60.0
 
@@ -60,11 +63,34 @@ class Blob(_Record, frozen=True):
     num_bytes: int
 
 
+class Copy(_Record, frozen=True):
+    """What a stage of a cluster had learnt after so many updates, kept by somebody: weights and optimizer state."""
+
+    cluster: str
+    stage: int
+    updates: int
+
+    def __post_init__(self) -> None:
+        check_id(self.cluster)
+        require(self.stage >= 0 and self.updates >= 0, f"a copy of stage {self.stage} at {self.updates} is none")
+
+
+class Source(_Record, frozen=True, kw_only=True):
+    """A copy to begin from. `giver` None: it is on this node; else it is passed on, and `transfer` is its number."""
+
+    copy: Copy
+    giver: Peer | None = None
+    transfer: int = 0
+
+
 class Part(_Record, frozen=True, kw_only=True):
     """What a node should be: this stage of this cluster. `generation` is the one in which the cluster was formed.
 
     `file` is the stage (`graph.load`), `brief` how to train it (an encoded `node.orders.Assign`), `weights` what it
     starts with (None: made from the seed). The stage before the first is the coordinator's feed (`before` None).
+
+    A cluster that goes on from what others had learnt begins after `begin` updates, with the tensors of `sources`
+    (the first that has one counts) and of the `states` files, in this order.
     """
 
     generation: int
@@ -76,18 +102,29 @@ class Part(_Record, frozen=True, kw_only=True):
     weights: Blob | None = None
     before: Peer | None = None
     after: Peer | None = None
+    begin: int = 0
+    sources: tuple[Source, ...] = ()
+    states: tuple[Blob, ...] = ()
 
 
 # What a node says.
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """I am here (my certificate says who), this is what I lend and where my door is; `holding` is of my part, or 0."""
+    """I am here (my certificate says who), this is what I lend and where my door is; `holding` is of my part, or 0.
+
+    `copies` are those that I keep, `done` the updates that my part has made.
+    """
 
     release: str
     profile: NodeProfile
     where: Whereabouts
     holding: int = 0
+    done: int = 0
+    copies: tuple[Copy, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(len(self.copies) <= MOST_COPIES, f"a node keeps at most {MOST_COPIES} copies, not {len(self.copies)}")
 
 
 class Moved(_Message, frozen=True):
@@ -107,6 +144,22 @@ class Report(_Message, frozen=True):
 
     generation: int
     report: Reports
+
+
+class LetGo(_Message, frozen=True):
+    """Nothing is left of my part of this generation, but perhaps a copy of what it had learnt."""
+
+    generation: int
+    copy: Copy | None = None
+
+
+class Copied(_Message, frozen=True):
+    """The copy that was to be kept by this transfer is here; or (`reason`) it is not."""
+
+    transfer: int
+    copy: Copy | None = None
+    num_bytes: int = 0
+    reason: str = ""
 
 
 class Leave(_Message, frozen=True):
@@ -139,6 +192,22 @@ class Tell(_Message, frozen=True):
     order: Order
 
 
+class Give(_Message, frozen=True):
+    """Pass your copy of this stage on: of your part as it is now, if you are that stage, else of what you keep."""
+
+    transfer: int
+    copy: Copy
+    taker: Peer
+
+
+class Keep(_Message, frozen=True):
+    """Get a copy from this node, and keep it; what you have of an older one goes."""
+
+    transfer: int
+    copy: Copy
+    giver: Peer
+
+
 class Goodbye(_Message, frozen=True):
     """Go, because ...; come back only if `again`."""
 
@@ -146,5 +215,5 @@ class Goodbye(_Message, frozen=True):
     again: bool = True
 
 
-Said = Hello | Moved | Beat | Report | Leave
-Told = Welcome | Desired | Tell | Goodbye
+Said = Hello | Moved | Beat | Report | LetGo | Copied | Leave
+Told = Welcome | Desired | Tell | Give | Keep | Goodbye

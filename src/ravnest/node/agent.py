@@ -12,7 +12,21 @@ import asyncio
 from collections import deque
 
 from ..core.config import config, require
-from ..core.control import Desired, Hello, Leave, Moved, NodeProfile, Report, Tell, Told, Welcome
+from ..core.control import (
+    Copied,
+    Desired,
+    Give,
+    Hello,
+    Keep,
+    Leave,
+    LetGo,
+    Moved,
+    NodeProfile,
+    Report,
+    Tell,
+    Told,
+    Welcome,
+)
 from ..core.errors import LinkError, RavnestError
 from ..core.orders import Ready
 from ..net.addresses import Address, show
@@ -111,7 +125,7 @@ class Agent:
         begin = Begin(
             identity=str(identity.directory), coordinator=self._addresses[0], profile=measured,
             port=config.port or config.home.port, is_port_asked=config.port != 0,
-            max_upload_bytes_per_s=config.max_upload_bytes_per_s,
+            max_upload_bytes_per_s=config.max_upload_bytes_per_s, shelf=str(config.home.shelf.directory),
         )  # fmt: skip
         self._keeper.start(begin)
         await self._keeper.is_ready.wait()
@@ -177,13 +191,15 @@ class Agent:
             found, _ = await asyncio.gather(line, keeper.wait_seen(_SEEN_S))
             self._profile, self._is_line_measured = found, True
         hello = Hello(
-            release=self._config.release, profile=self._profile, where=keeper.where, holding=self._convergence.holding
-        )
+            release=self._config.release, profile=self._profile, where=keeper.where,
+            holding=self._convergence.holding, copies=self._config.home.shelf.copies(),
+        )  # fmt: skip
         await converse(client, hello, self._outbox, self._told, lambda: self._speaker.doing)
 
     def _told(self, told: Told) -> None:
         match told:
-            case Welcome():
+            case Welcome(run=run):
+                self._config.home.belong(run)
                 assert self._profile is not None, "who is welcome has said hello"
                 self._is_welcome = True
                 self._speaker.say(joined(self._name, self._profile))
@@ -192,8 +208,10 @@ class Agent:
                     self._speaker.desired(part, reason)
             case Tell(generation=generation, order=order):
                 self._convergence.order(generation, order)
+            case Give() | Keep():
+                self._keeper.tell(told)
 
-    def _heard(self, said: Opened | Moved | Report | Freed | Unable) -> None:
+    def _heard(self, said: Opened | Moved | Report | Freed | Copied | Unable) -> None:
         match said:
             case Opened(port=port):
                 self._config.home.port = port
@@ -202,8 +220,10 @@ class Agent:
                     self._outbox.put(said)
             case Report():
                 self._convergence.reported(said)
-            case Freed(generation=generation):
-                self._convergence.freed(generation)
+            case Freed(generation=generation, copy=copy):
+                self._convergence.freed(generation, copy)
+            case Copied():
+                self._outbox.put(said)
             case Unable(reason=reason):
                 if not self._unable.done():
                     self._unable.set_exception(RavnestError(reason))
@@ -212,10 +232,11 @@ class Agent:
         self._convergence.worker_lost(reason)
         self._speaker.say(f"{reason}: starting another in {wait_s:.1f} s. Its log: {self._config.home.log}")
 
-    def _report(self, report: Report) -> None:
-        if isinstance(report.report, Ready):
-            self._keeper.is_well()
-        self._speaker.reported(report)
+    def _report(self, report: Report | LetGo) -> None:
+        if isinstance(report, Report):
+            if isinstance(report.report, Ready):
+                self._keeper.is_well()
+            self._speaker.reported(report)
         self._outbox.put(report)
 
     def _connect(self) -> Client:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from ..core.control import Part, Report, Tell
+from ..core.control import Copy, LetGo, Part, Report, Tell
 from ..core.errors import LinkError, RavnestError
 from ..core.orders import Failed, Order, Save, Saved
 from .backoff import Backoff
@@ -37,7 +37,7 @@ class Convergence:
         home: Home,
         connect: Callable[[], Client],
         tell: Callable[[FromAgent], None],
-        report: Callable[[Report], None],
+        report: Callable[[Report | LetGo], None],
         is_worker_ready: asyncio.Event,
     ) -> None:
         self._home, self._connect, self._tell, self._report = home, connect, tell, report
@@ -84,14 +84,17 @@ class Convergence:
             self.holding = 0
         self._report(report)
 
-    def freed(self, generation: int) -> None:
+    def freed(self, generation: int, copy: Copy | None = None) -> None:
+        """Nothing is left of a part: which the coordinator waits for, before it gives another."""
         if generation == self.holding:
             self.holding = 0
         self._home.forget_part(generation)
+        self._report(LetGo(generation, copy))
 
     def worker_lost(self, reason: str) -> None:
-        if self.holding:
-            self._fail(self.holding, reason)
+        if (generation := self.holding) != 0:
+            self._fail(generation, reason)
+            self._report(LetGo(generation))
 
     async def close(self) -> None:
         for generation in list(self._tasks):

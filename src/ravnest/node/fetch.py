@@ -21,6 +21,7 @@ from .talk import Take
 __all__ = ["fetch", "fetch_part", "send_weights"]
 
 _MAX_BRIEF_BYTES = 4 * 2**20
+_STATE_FACTOR = 2  # a whole state on disk may be larger than what of it is in memory
 _PIECE_BYTES = 2**18
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -32,9 +33,12 @@ async def fetch_part(client: Client, part: Part, directory: Path, *, max_weights
     await fetch(client, part.brief, brief, max_bytes=_MAX_BRIEF_BYTES)
     if part.weights is not None:
         await fetch(client, part.weights, weights, max_bytes=max_weights_bytes)
+    states = tuple(directory / f"state-{i}" for i in range(len(part.states)))
+    for blob, path in zip(part.states, states, strict=True):
+        await fetch(client, blob, path, max_bytes=_STATE_FACTOR * max_weights_bytes)
     return Take(
         part=part, coordinator=client.address, file=str(file), brief=str(brief),
-        weights="" if part.weights is None else str(weights),
+        weights="" if part.weights is None else str(weights), states=tuple(map(str, states)),
     )  # fmt: skip
 
 

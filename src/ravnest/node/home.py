@@ -6,6 +6,7 @@
     port         where its door was last
     worker.log   since the agent's last start
     parts/7/     stage, brief and weights of generation 7; gone when the part is
+    copies/      what stages had learnt (`shelf`), of the run that is named in `run`
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..core.here import data_directory, hold
+from .shelf import Shelf
 
 __all__ = ["Home", "default_directory"]
 
@@ -35,10 +37,12 @@ class Home:
         self.log = self.directory / "worker.log"
         self._parts = self.directory / "parts"
         self._port = self.directory / "port"
+        self._run = self.directory / "run"
+        self.shelf = Shelf(self.directory / "copies")
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Ours alone; nothing of an earlier part is left in it, before and after."""
+        """Ours alone; nothing of an earlier part is left in it, before and after. Copies outlive only a crash."""
         busy = f"another agent works in {self.directory}: end it, or give this one another --name"
         with hold(self.directory, busy):
             self._clear()
@@ -47,6 +51,7 @@ class Home:
                 yield
             finally:
                 self._clear()
+                self.shelf.clear()  # who leaves in good order leaves nothing behind
 
     @property
     def port(self) -> int:
@@ -60,6 +65,13 @@ class Home:
     def port(self, port: int) -> None:
         with contextlib.suppress(OSError):  # the next start chooses another one
             self._port.write_text(f"{port}\n")
+
+    def belong(self, run: str) -> None:
+        """Copies of another run are of no use in this one."""
+        with contextlib.suppress(OSError):
+            if not self._run.exists() or self._run.read_text() != run:
+                self.shelf.clear()
+                self._run.write_text(run)
 
     def part(self, generation: int) -> Path:
         directory = self._parts / str(generation)

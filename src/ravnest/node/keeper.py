@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.control import Moved, Report, Whereabouts
+from ..core.control import Copied, Moved, Report, Whereabouts
 from .backoff import Backoff
 from .supervise import WorkerProcess
 from .talk import Begin, Freed, FromAgent, FromWorker, Opened, Unable
@@ -28,7 +28,7 @@ class Keeper:
     def __init__(
         self,
         log: Path,
-        heard: Callable[[Opened | Moved | Report | Freed | Unable], None],
+        heard: Callable[[Opened | Moved | Report | Freed | Copied | Unable], None],
         lost: Callable[[str, float], None],
     ) -> None:
         self._log, self._heard, self._lost = log, heard, lost

@@ -2,59 +2,53 @@
 
 Nothing in the files is trusted: the stage is checked as every stage file is, within the memory that is lent; what the
 brief says of this machine (threads, core, paths) is replaced by what the machine's owner said. It may be told to stop
-at any moment, and then leaves nothing behind.
+at any moment, and then leaves nothing behind but a copy of what it had learnt, on the shelf: for whoever goes on with
+that stretch of the model, here or elsewhere.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import msgspec
 import torch
 
 from ..core.config import require
-from ..core.control import Part, Peer, Whereabouts
-from ..core.errors import LinkError, ProgramError
+from ..core.control import Copy, Part, Peer
+from ..core.errors import LinkError, ProgramError, RavnestError
 from ..core.messages import Data
 from ..core.orders import Abandon, Average, Commit, LayRings, Linked, Order, Stop
 from ..graph import Limits, Stage, load
 from ..net.addresses import Address
-from ..net.door import Door
 from ..net.feeding import dial_feed, feed_purpose
-from ..net.identity import Identity
 from ..net.link import Link, LinkConfig
-from ..net.pace import Pace
-from ..net.tunnel import RelayInfo
-from ..net.ways import Here, PeerInfo
 from ..rings.line import AveragingConfig
 from ..rings.messages import Message
+from ..runtime.loop import Loop
+from ..runtime.state import StageState
+from ..runtime.statefile import write_state
+from .copydesk import CopyDesk
+from .lent import Lent
 from .orders import Assign
 from .ringdesk import RingDesk
 from .stagework import StageWork, Tell, failure_of
 from .talk import Take
 
-__all__ = ["Lent", "PartRun"]
+__all__ = ["PartRun"]
 
 _REACH_S = 60.0
+_COPIES_S = 600.0  # that neighbours may take to get what they begin from
+_PAUSE_S = 600.0
 _FEED_S = 20.0
 _FLUSH_S = 1.0
 
 
-@dataclass(frozen=True)
-class Lent:
-    """What a worker of a fleet has, whatever its part is."""
-
-    identity: Identity
-    door: Door
-    where: Callable[[], Whereabouts]
-    memory_bytes: int
-    threads: int
-    expect: Callable[[Sequence[str]], None]  # let these nodes in, besides the neighbours
-    pace: Pace | None = None
+_log = logging.getLogger("ravnest.part")
 
 
 class _Stopped(Exception):
@@ -64,14 +58,16 @@ class _Stopped(Exception):
 class PartRun:
     """`run` does all of it in the calling thread; `order` and `stop` are for others."""
 
-    def __init__(self, take: Take, lent: Lent, tell: Tell) -> None:
+    def __init__(self, take: Take, lent: Lent, copies: CopyDesk, tell: Tell) -> None:
         self.part: Part = take.part
-        self._take, self._lent, self._tell = take, lent, tell
+        self.kept: Copy | None = None  # of what it had learnt, when it is over
+        self._take, self._lent, self._copies, self._tell = take, lent, copies, tell
         self._dialling = _Dialling()
         self._lock = threading.Lock()  # around the next three
         self._early: list[Order] = []
         self._work: StageWork | None = None
         self._desk: RingDesk | None = None
+        self._asked: set[Future[StageState]] = set()
         self._is_stopped = False
 
     def run(self) -> None:
@@ -86,7 +82,7 @@ class PartRun:
 
     def order(self, order: Order) -> None:
         if isinstance(order, LayRings):
-            self._lent.expect([peer.name for peer in order.peers])
+            self._lent.expect("rings", [peer.name for peer in order.peers])
         with self._lock:
             self._is_stopped |= isinstance(order, Stop)
             if self._work is None or self._desk is None:
@@ -99,6 +95,36 @@ class PartRun:
     def stop(self) -> None:
         self.order(Stop())
 
+    def copy_to(self, path: Path) -> int:
+        """Write what it has learnt so far, as of its next pause; after how many updates. For other threads."""
+        taken: Future[StageState] = Future()
+
+        def take(loop: Loop) -> None:
+            if taken.set_running_or_notify_cancel():
+                taken.set_result(loop.trainer.state(whole=False))
+
+        with self._lock:
+            if self._work is None:
+                raise RavnestError("the stage does not run yet, or no more")
+            self._asked.add(taken)
+            self._work.ask(take)
+        try:
+            state = taken.result(_PAUSE_S)
+        except CancelledError as error:
+            raise RavnestError("the stage has just ended") from error
+        except TimeoutError as error:
+            raise RavnestError(f"the stage made no pause within {_PAUSE_S:g} s") from error
+        finally:
+            self._asked.discard(taken)
+        write_state(state, path)
+        return state.updates
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """Until its own messages are sent, but not for long."""
+        with self._lock:
+            work = self._work
+        return True if work is None else work.wait(timeout_s)
+
     def _run(self) -> None:
         if self._is_stopped:
             raise _Stopped
@@ -108,6 +134,8 @@ class PartRun:
         limits = Limits(batch=assign.max_batch, state_bytes=lent.memory_bytes, value_bytes=lent.memory_bytes)
         stage = load(Path(self._take.file).read_bytes(), limits)
         self._check(stage)
+        states = [*self._copies.gather(stage, self.part.sources, Path(self._take.file).parent), *self._take.states]
+        assign = msgspec.structs.replace(assign, begin=self.part.begin, state=tuple(map(str, states)))
         before, after = self._connect()
         try:
             work = StageWork(stage, assign, limits, before, after, self._tell, lent.pace)
@@ -122,11 +150,31 @@ class PartRun:
         try:
             self._begin(work, desk)
             work.run()
+            self._keep(work)
+        except LinkError:  # a neighbour's end is no reason to lose what this one has learnt
+            self._keep(work)
+            raise
         finally:
             with self._lock:
                 self._work = self._desk = None  # their memory goes with them
+                for asked in tuple(self._asked):
+                    asked.cancel()
             desk.close()
             work.close(flush_s=_FLUSH_S if self._is_stopped else 0.0)
+
+    def _keep(self, work: StageWork) -> None:
+        """Put what was learnt on the shelf; a PC without room for it goes on without."""
+        state = work.state()
+        if not state.updates:
+            return
+        copy, shelf = Copy(self.part.cluster, self.part.stage, state.updates), self._lent.shelf
+        try:
+            with shelf.writing() as path:
+                write_state(state, path)
+                shelf.put(path, copy)
+            self.kept = copy
+        except (OSError, RavnestError) as error:
+            _log.warning("nothing is kept of what stage %d had learnt: %s", copy.stage, error)
 
     def _read_brief(self) -> Assign:
         try:
@@ -174,20 +222,9 @@ class PartRun:
         return self._reach(peer, "ring", LinkConfig(headers=Message, generation=generation))
 
     def _reach(self, peer: Peer, purpose: str = "stage", config: LinkConfig | None = None) -> Link:
-        info = PeerInfo(
-            name=peer.name,
-            addresses=peer.where.addresses,
-            observed=peer.where.observed,
-            relay=RelayInfo(address=self._take.coordinator, token=peer.relay_token),
-            purpose=purpose,
-        )
-        here = self._lent.where()
-        reached = self._lent.door.reach(
-            info,
-            config or self._link_config(),
-            here=Here(addresses=here.addresses, observed=here.observed),
-            deadline_s=_REACH_S,
-        )
+        within_s = _COPIES_S if purpose == "stage" and self.part.begin else _REACH_S
+        config = config or self._link_config()
+        reached = self._lent.reach(peer, purpose, config, coordinator=self._take.coordinator, deadline_s=within_s)
         self._tell(Linked(peer.name, reached.how, reached.reason[:1000], reached.hint[:1000]))
         return reached.link
 

@@ -60,7 +60,8 @@ class StageWork:
     ) -> None:
         """`begin` is a state in memory to go on from, which is taken over; else the assignment says what there is."""
         self._tell, self._inbox = tell, Inbox()
-        self._writing: list[threading.Thread] = []
+        self._writing: threading.Thread | None = None
+        self._is_writing = False
         self._freights = Freights.of(stage, assign.settings.compression, assign.max_batch)
 
         def port(link: Link, expected: dict[type, Freight]) -> Port:
@@ -133,31 +134,35 @@ class StageWork:
         closing.start()
         self._before.close(flush_s)
         closing.join()
-        until = Deadline(flush_s)
-        for writing in self._writing:
-            writing.join(until.left_s())
+        if self._writing is not None:
+            self._writing.join(flush_s)
 
     def _save_state(self, loop: Loop, order: Save) -> None:
         """Copy what was learnt at that update, and write it in a thread of its own: training goes on."""
 
         def begin(loop: Loop) -> None:
+            updates = loop.schedule.updates
+            if self._is_writing:  # one copy of all that was learnt takes memory enough
+                self._tell(Saved(loop.index, updates, "the state that was asked for before is still being written"))
+                return
             state = loop.trainer.state(whole=order.state == "whole")
-            writing = threading.Thread(target=write, args=(state,), name="save", daemon=True)
-            self._writing = [w for w in self._writing if w.is_alive()] + [writing]
-            writing.start()
+            self._is_writing = True
+            self._writing = threading.Thread(target=write, args=(state,), name="save", daemon=True)
+            self._writing.start()
 
         def write(state: StageState) -> None:
             failure = ""
             try:
                 write_state(state, order.path)
             except (OSError, RavnestError) as error:
-                failure = str(error)[:1000]
+                failure = str(error)[:1000] or type(error).__name__
+            self._is_writing = False
             with contextlib.suppress(LinkError):  # who asked may be gone
                 self._tell(Saved(loop.index, state.updates, failure))
 
         updates = loop.schedule.updates
         if not loop.at_update(updates if order.at < 0 else order.at, begin):
-            self._tell(Saved(loop.index, updates, f"update {order.at} is past: there have been {updates}"))
+            self._tell(Saved(loop.index, order.at, f"update {order.at} is past: there have been {updates}"))
 
     def _make_loop(self, stage: Stage, assign: Assign, limits: Limits, begin: StageState | None) -> Loop:
         settings, is_leaf = assign.settings, stage.index == stage.count - 1

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.control import Moved, Report, Tell, Whereabouts
+from ..core.control import Give, Keep, Moved, Report, Tell, Whereabouts
 from ..core.errors import LinkError, RavnestError
 from ..core.orders import Stop
 from ..net.door import Door
@@ -36,7 +36,10 @@ from ..net.reception import ReceptionConfig
 from ..net.stream import StreamLink
 from ..net.unix import unix_link
 from .allocator import give_back_memory
-from .partrun import Lent, PartRun
+from .copydesk import CopyDesk, Live
+from .lent import Lent
+from .partrun import PartRun
+from .shelf import Shelf
 from .talk import Begin, Free, Freed, FromAgent, Opened, Take, Unable
 from .whereabouts import Lookout
 from .worker import begin_process
@@ -71,8 +74,9 @@ class Station:
         self._lock = threading.Lock()  # around the next
         self._parts: list[PartRun] = []  # the one that runs, and those to come
         self._lent: Lent | None = None
-        self._names: frozenset[str] = frozenset()
-        self._ring_names: frozenset[str] = frozenset()
+        self._copies: CopyDesk | None = None
+        self._expected: dict[str, frozenset[str]] = {}  # who is let in, by what for
+        self._expecting = threading.Lock()  # around changes of it
         self._pump = Pump(link, lambda header, lengths: [], self._heard, self._agent_lost, PumpConfig(capacity=256))
 
     def run(self) -> None:
@@ -97,21 +101,33 @@ class Station:
                 memory_bytes=profile.memory_bytes,
                 threads=profile.threads,
                 expect=self._expect,
+                shelf=Shelf(Path(self._begin.shelf)),
                 pace=None if limit is None else Pace(limit),
             )
+            self._lent.shelf.clear_drafts()
+            self._copies = CopyDesk(self._lent, self._begin.coordinator, self._live, self._tell)
             self._tell(Opened(door.address[1]))
             self._moved(lookout.where)
             lookout.start()
             while (run := self._todo.get()) is not None:
                 self._be(run)
+            self._copies.close()
             lookout.close()
 
-    def _expect(self, names: Sequence[str]) -> None:
-        """Ring neighbours are let in too."""
-        self._ring_names = frozenset(names)
+    def _expect(self, what: str, names: Sequence[str]) -> None:
+        """A new dictionary each time: the door's thread reads it."""
+        with self._expecting:
+            others = {key: value for key, value in self._expected.items() if key != what}
+            self._expected = {**others, what: frozenset(names)} if names else others
 
     def _is_expected(self, name: str) -> bool:
-        return name in self._names or name in self._ring_names
+        return any(name in names for names in self._expected.values())
+
+    def _live(self, cluster: str, stage: int) -> Live | None:
+        """The part that is that stage, if one is."""
+        with self._lock:
+            found = [run for run in self._parts if (run.part.cluster, run.part.stage) == (cluster, stage)]
+        return found[0] if found else None
 
     def _open_door(self) -> Door:
         """At the port that this node had before, if it is free; for IPv6 and IPv4, where there are both."""
@@ -123,7 +139,7 @@ class Station:
                     return Door(
                         (host, port),
                         self._identity,
-                        allowed=lambda name: name in self._names or name in self._ring_names,
+                        allowed=self._is_expected,
                         reception=reception,
                     )
                 except LinkError as refused:
@@ -133,17 +149,19 @@ class Station:
     def _be(self, run: PartRun) -> None:
         """One part, to its end."""
         part = run.part
-        self._names = frozenset(peer.name for peer in (part.before, part.after) if peer is not None)
+        self._expect("stages", [peer.name for peer in (part.before, part.after) if peer is not None])
         _log.info("generation %d: stage %d of %d in %s", part.generation, part.stage, part.count, part.cluster)
         run.run()
-        self._names = self._ring_names = frozenset()
+        self._expect("stages", [])
+        self._expect("rings", [])
         with self._lock:
             self._parts.remove(run)
+        kept = run.kept
         del run
         gc.collect()
         give_back_memory()
         _log.info("generation %d is over", part.generation)
-        self._tell(Freed(part.generation))
+        self._tell(Freed(part.generation, kept))
 
     def _heard(self, said: msgspec.Struct, _: Any) -> None:
         with self._lock:
@@ -158,13 +176,17 @@ class Station:
                     for run in self._parts:
                         if run.part.generation == generation:
                             run.order(order)
+                case Give() | Keep():
+                    if self._copies is not None:
+                        self._copies.order(said)
                 case Stop():
                     self._stop(self._parts)
                     self._todo.put(None)
 
     def _new_part(self, take: Take) -> PartRun:
         assert self._lent is not None, "parts are taken after the door has been opened"
-        return PartRun(take, self._lent, lambda report: self._tell(Report(take.part.generation, report)))
+        assert self._copies is not None
+        return PartRun(take, self._lent, self._copies, lambda report: self._tell(Report(take.part.generation, report)))
 
     @staticmethod
     def _stop(runs: Sequence[PartRun]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.control import Moved, NodeProfile, Part, Report, Tell
+from ..core.control import Copied, Copy, Give, Keep, Moved, NodeProfile, Part, Report, Tell
 from ..core.orders import Stop
 
 __all__ = ["Begin", "Free", "Freed", "FromAgent", "FromWorker", "Opened", "Take", "Unable"]
@@ -25,6 +25,7 @@ class Begin(_Message, frozen=True, kw_only=True):
     identity: str
     coordinator: tuple[str, int]
     profile: NodeProfile
+    shelf: str  # the directory of the copies that are kept
     port: int = 0
     is_port_asked: bool = False  # by the owner; else another one is as good when it is taken
     max_upload_bytes_per_s: float | None = None
@@ -38,6 +39,7 @@ class Take(_Message, frozen=True, kw_only=True):
     file: str
     brief: str
     weights: str = ""
+    states: tuple[str, ...] = ()
 
 
 class Free(_Message, frozen=True):
@@ -53,9 +55,10 @@ class Opened(_Message, frozen=True):
 
 
 class Freed(_Message, frozen=True):
-    """Nothing is left of the part of this generation."""
+    """Nothing is left of the part of this generation, but perhaps a copy on the shelf."""
 
     generation: int
+    copy: Copy | None = None
 
 
 class Unable(_Message, frozen=True):
@@ -64,5 +67,5 @@ class Unable(_Message, frozen=True):
     reason: str
 
 
-FromAgent = Begin | Take | Free | Tell | Stop
-FromWorker = Opened | Moved | Report | Freed | Unable
+FromAgent = Begin | Take | Free | Tell | Give | Keep | Stop
+FromWorker = Opened | Moved | Report | Freed | Copied | Unable
