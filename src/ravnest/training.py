@@ -48,6 +48,9 @@ class Training:
     compression: str = "none"
     validate_every: int = 0
     validation_batches: int = 32
+    checkpoint_every: int = 0  # steps between checkpoints; 0: none
+    keep_checkpoints: int = 3  # the newest so many
+    resume: Path | str | None = None  # the folder of a run or of a checkpoint, to go on from
     seed: int = 0
     folder: Path | str | None = None
     min_nodes: int = 2
@@ -57,6 +60,8 @@ class Training:
     average_every: int | None = None  # samples of a cluster between two averagings of clusters; 0: never
     codec: str = "fp32"  # of what clusters average: fp32, bf16 or int8
     outer: str = "plain"  # what becomes of an average: plain, or nesterov
+    replicas: int | None = None  # copies of each stage on other nodes; None: one if there is one cluster alone
+    spares: int = 0  # nodes that are held back, to take the place of others
     advertise: str | None = None  # addresses for the ticket: "example.org:7700,192.168.1.5:7700"
     ticket_valid: str = "7d"
     ticket_uses: int | None = None
@@ -69,6 +74,8 @@ class Training:
             f"on is local:N with N nodes on this machine, or [HOST]:PORT to listen at, not {self.on!r}",
         )
         require(self.min_stages is None or self.min_stages >= 1, f"min_stages must be 1 or more, not {self.min_stages}")
+        require(self.replicas is None or self.replicas >= 0, f"replicas must be 0 or more, not {self.replicas}")
+        require(self.spares >= 0, f"spares must be 0 or more, not {self.spares}")
         require(self.min_nodes >= 1, f"min_nodes must be at least 1, not {self.min_nodes}")
         require(0 <= self.wait_s <= 86400, f"wait_s is from 0 to a day, not {self.wait_s}")
         require(self.autocast in ("none", "bf16"), f"autocast is none or bf16, not {self.autocast!r}")
@@ -83,6 +90,8 @@ class Training:
         require(self.steps is None or self.steps >= 1, f"steps must be at least 1, not {self.steps}")
         require(self.epochs is None or self.epochs >= 1, f"epochs must be at least 1, not {self.epochs}")
         require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
+        require(self.checkpoint_every >= 0, f"checkpoint_every must be 0 or more, not {self.checkpoint_every}")
+        require(self.keep_checkpoints >= 1, f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}")
         require(
             self.max_staleness is None or self.max_staleness >= 0,
             f"max_staleness is a number of updates, 0 or more, not {self.max_staleness}",
