@@ -1,7 +1,8 @@
 """One member of the rings that `benchmarks.rings_host` times: a process on one core that averages by gloo and by ours.
 
-Both work in place on the same vector, in turns, each turn begun together. Ours also weighs the contributions and looks
-whether all numbers are finite, which gloo does not.
+Both work in place, each on a vector of its own, in turns, each turn begun together. Ours lies in a window, which is
+where a snapshot would be written to. Ours also weighs the contributions and looks whether all numbers are finite, which
+gloo does not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ravnest.rings.messages import Message
 from ravnest.rings.part import Part
 from ravnest.rings.shared import shared_link
 from ravnest.rings.spec import RingSpec
+from ravnest.rings.window import Window
 
 __all__ = ["Task", "Turn", "take_part"]
 
@@ -54,18 +56,22 @@ def take_part(task: Task, sockets: dict[int, socket.socket], results: Results[Tu
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.gloo_port), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=task.rank, world_size=task.num_members)
     config = LinkConfig(headers=Message)
-    links = {f"node-{peer}": shared_link(sock, config, peer=f"node-{peer}") for peer, sock in sockets.items()}
+    window = Window((sum(task.sizes_mb) + 1) * 10**6)
+    links = {
+        f"node-{peer}": shared_link(sock, config, peer=f"node-{peer}", window=window) for peer, sock in sockets.items()
+    }
     with Averaging(links) as averaging:
         number = 0
         for megabytes in task.sizes_mb:
-            vector = np.empty(megabytes * 10**6 // 4, np.float32)
+            num_elements = megabytes * 10**6 // 4
+            vectors = {"ours": window.floats(num_elements), "gloo": np.empty(num_elements, np.float32)}
             for turn in range(task.turns + 1):
                 for who in ("gloo", "ours") if turn % 2 else ("ours", "gloo"):
                     number += 1
-                    seconds = _time(averaging, task, vector, who, number)
+                    seconds = _time(averaging, task, vectors[who], who, number)
                     if turn:  # the first is warming up
                         results.put((megabytes, turn, who, seconds))
-            results.put((megabytes, 0, "digest", _time_digest(vector)))
+            results.put((megabytes, 0, "digest", _time_digest(vectors["ours"])))
         dist.barrier()
     dist.destroy_process_group()
 
@@ -98,6 +104,7 @@ def _spec(task: Task) -> RingSpec:
         me=f"node-{task.rank}",
         weights=(1.0,) * task.num_members,
         piece_elements=task.piece_elements,
+        in_laps=True,
     )
 
 

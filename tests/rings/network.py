@@ -1,7 +1,8 @@
 """Members of rings in one thread: real routers, parts and codecs over links in memory, delivered in a random order.
 
 A link keeps the order of what it carries, as real ones do. What happens next among all that could (a node opens the
-attempt, a node sends, a message arrives) is drawn from a generator that the test seeds.
+attempt, a node sends, a message arrives) is drawn from a generator that the test seeds. Members that lend are on one
+host: each sees the others' windows.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from ravnest.rings.attempt import Attempt, Key, Outgoing
-from ravnest.rings.codec import Desk, Floats
+from ravnest.rings.codec import Bytes, Desk, Floats
 from ravnest.rings.messages import Message
 from ravnest.rings.part import Part
 from ravnest.rings.router import Reception, Router
 from ravnest.rings.spec import RingSpec
+from ravnest.rings.window import Window, see
 
 __all__ = ["Network", "RingPlan", "mean"]
+
+_WINDOW_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,12 @@ class RingPlan:
     vectors: dict[str, Floats]
     codec: str = "fp32"
     piece_elements: int = 7
+    in_laps: bool = False
 
     def without(self, victim: str) -> RingPlan:
         kept = [(m, w) for m, w in zip(self.members, self.weights, strict=True) if m != victim]
         members, weights = zip(*kept, strict=True)
-        return RingPlan(self.id, members, weights, self.vectors, self.codec, self.piece_elements)
+        return RingPlan(self.id, members, weights, self.vectors, self.codec, self.piece_elements, self.in_laps)
 
     def spec(self, me: str) -> RingSpec:
         return RingSpec(
@@ -48,6 +54,7 @@ class RingPlan:
             weights=self.weights,
             codec=self.codec,
             piece_elements=self.piece_elements,
+            in_laps=self.in_laps,
         )
 
 
@@ -62,9 +69,14 @@ def mean(ring: RingPlan) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 class Network:
     """All nodes, what they have posted, and what is under way between them."""
 
-    def __init__(self, nodes: Iterable[str], rng: random.Random) -> None:
+    def __init__(self, nodes: Iterable[str], rng: random.Random, *, lends: bool = False) -> None:
         self._rng = rng
-        self.routers = {node: Router(partial(self._post, node)) for node in sorted(nodes)}
+        nodes = sorted(nodes)
+        self._windows = {node: Window(_WINDOW_BYTES) for node in nodes} if lends else {}
+        self._seen: dict[str, Bytes] = {node: see(window.fd, node) for node, window in self._windows.items()}
+        for window in self._windows.values():
+            window.close()
+        self.routers = {node: Router(partial(self._post, node)) for node in nodes}
         self._posted: defaultdict[tuple[str, str], deque[Outgoing]] = defaultdict(deque)
         self._wire: defaultdict[tuple[str, str], deque[tuple[Message, bytes | None]]] = defaultdict(deque)
         self._receptions: dict[tuple[str, str], Reception] = {}
@@ -101,10 +113,14 @@ class Network:
             self.num_steps += 1
 
     def _part(self, node: str, ring: RingPlan) -> Part:
-        vector = ring.vectors[node]
-        self.results[node, ring.id] = np.full_like(vector, np.nan)
+        vector, result = (self._new(node, ring.vectors[node].size) for _ in range(2))
+        vector[:], result[:] = ring.vectors[node], np.nan
+        self.results[node, ring.id] = result
         residual = self.residuals.setdefault((node, ring.id), np.zeros_like(vector))
-        return Part(ring.spec(node), vector, self.results[node, ring.id], residual)
+        return Part(ring.spec(node), vector, result, residual)
+
+    def _new(self, node: str, size: int) -> Floats:
+        return self._windows[node].floats(size) if self._windows else np.empty(size, np.float32)
 
     def _post(self, sender: str, outgoing: Outgoing) -> None:
         if outgoing.peer in self.routers:
@@ -116,21 +132,31 @@ class Network:
             self._wire[link].append((outgoing.header, None))
             return
         attempt, desk = self.routers[link[0]].attempt, Desk()
-        view = attempt.load(outgoing.seat, outgoing.send, desk)
-        if view is not None:
+        at = outgoing.seat.part.lent_at(outgoing.send, self._windows.get(link[0]))
+        if at is not None:
+            if not attempt.lend(outgoing.seat):
+                return
+            self._wire[link].append((msgspec.structs.replace(outgoing.header, at=at), None))
+        else:
+            view = attempt.load(outgoing.seat, outgoing.send, desk)
+            if view is None:
+                return
             self._wire[link].append((outgoing.header, bytes(view)))
-            outgoing.seat.part.sent(outgoing.send, desk)
-            attempt.leave(outgoing.seat, link[1])
+        outgoing.seat.part.sent(outgoing.send, desk)
+        attempt.leave(outgoing.seat, link[1])
 
     def _deliver(self, link: tuple[str, str]) -> None:
         sender, receiver = link
         header, data = self._wire[link].popleft()
-        reception = self._receptions.setdefault(link, Reception(self.routers[receiver], sender, 2**20))
+        fresh = Reception(self.routers[receiver], sender, 2**20, self._seen.get(sender))
+        reception = self._receptions.setdefault(link, fresh)
         (*views,) = reception.place(header, () if data is None else (len(data),))
         for view in views:
             assert data is not None
             view[:] = data
-        reception.arrived(header)
+        answer = reception.arrived(header)
+        if answer is not None and sender in self.routers:
+            self._wire[receiver, sender].append((answer, None))
         reception.leave()
 
     def _kill(self, victim: str) -> None:

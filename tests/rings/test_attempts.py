@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from hypothesis import given, settings
@@ -30,7 +30,8 @@ def plans(draw: st.DrawFn, *, most_clusters: int = 6, most_stages: int = 6, most
         vectors = {owner: rng.standard_normal(hi - lo).astype(np.float32) for owner in owners}
         order = rng.permutation(len(owners))
         members, shares = tuple(owners[i] for i in order), tuple(weights[i] for i in order)
-        rings.append(RingPlan(number, members, shares, vectors, piece_elements=int(rng.integers(1, 9))))
+        piece_elements, in_laps = int(rng.integers(1, 9)), bool(rng.integers(2))
+        rings.append(RingPlan(number, members, shares, vectors, piece_elements=piece_elements, in_laps=in_laps))
     return rings
 
 
@@ -47,10 +48,12 @@ def check_results(network: Network, rings: list[RingPlan], attempts: dict[str, A
         np.testing.assert_allclose(results[0], mean(ring), rtol=1e-5, atol=1e-5)
 
 
-@given(plans(), st.integers(0, 2**32))
+@given(plans(), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_every_member_gets_the_same_bits_and_they_are_the_weighted_mean(rings: list[RingPlan], seed: int) -> None:
-    network = Network(nodes_of(rings), random.Random(seed))
+def test_every_member_gets_the_same_bits_and_they_are_the_weighted_mean(
+    rings: list[RingPlan], seed: int, lends: bool
+) -> None:
+    network = Network(nodes_of(rings), random.Random(seed), lends=lends)
     attempts = network.run(Key(3, 0), rings)
     check_results(network, rings, attempts)
     for node, attempt in attempts.items():
@@ -61,22 +64,32 @@ def test_every_member_gets_the_same_bits_and_they_are_the_weighted_mean(rings: l
 
 
 @given(plans(most_clusters=4, most_stages=2, most_elements=10), st.integers(0, 2**32), st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_when_a_member_dies_at_any_message_the_survivors_notice_and_agree_without_it(
     rings: list[RingPlan], seed: int, data: st.DataObject
 ) -> None:
-    victim = data.draw(st.sampled_from(sorted(nodes_of(rings))))
-    undisturbed = Network(nodes_of(rings), random.Random(seed))
+    victim, lends = data.draw(st.sampled_from(sorted(nodes_of(rings)))), data.draw(st.booleans())
+    undisturbed = Network(nodes_of(rings), random.Random(seed), lends=lends)
     undisturbed.run(Key(0, 0), rings)
     untouched = [ring for ring in rings if victim not in ring.members]
     left = [ring.without(victim) if victim in ring.members else ring for ring in rings]
     for at in range(undisturbed.num_steps):
-        network = Network(nodes_of(rings), random.Random(seed))
+        network = Network(nodes_of(rings), random.Random(seed), lends=lends)
         attempts = network.run(Key(0, 0), rings, kill=victim, at=at)
         assert all(attempt.is_settled and not attempt.inside for attempt in attempts.values())
         assert all(f.member == victim for attempt in attempts.values() for f in attempt.failures.values())
         assert not {ring.id for ring in untouched} & {r for a in attempts.values() for r in a.failures}
         check_results(network, left, network.run(Key(0, 1), left))
+
+
+@given(plans(), st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_lent_pieces_come_to_the_same_bits_as_sent_ones(rings: list[RingPlan], seed: int) -> None:
+    networks = [Network(nodes_of(rings), random.Random(seed), lends=lends) for lends in (False, True)]
+    for network in networks:
+        network.run(Key(0, 0), rings)
+    for place, result in networks[0].results.items():
+        np.testing.assert_array_equal(result, networks[1].results[place])
 
 
 @given(st.sampled_from(sorted(CODECS)), st.integers(2, 5), st.integers(1, 1500), st.integers(0, 2**32))
@@ -115,12 +128,12 @@ def test_error_feedback_makes_the_mean_of_many_rounds_right() -> None:
 
 
 def test_a_contribution_that_is_not_finite_is_refused_and_named_to_all() -> None:
-    for value in (np.nan, np.inf, -np.inf):
+    for value, lends in product((np.nan, np.inf, -np.inf), (False, True)):
         for place in (0, 7, 19):
             vectors = {m: np.ones(20, np.float32) for m in ("a", "b", "c", "d")}
             vectors["c"][place] = value
             ring = RingPlan(4, ("a", "b", "c", "d"), (1.0,) * 4, vectors, piece_elements=2)
-            attempts = Network(ring.members, random.Random(place)).run(Key(0, 0), [ring])
+            attempts = Network(ring.members, random.Random(place), lends=lends).run(Key(0, 0), [ring])
             for attempt in attempts.values():
                 assert type(attempt.failures[4]).__name__ == "BadContribution"
                 assert attempt.failures[4].member == "c"

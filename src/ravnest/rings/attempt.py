@@ -7,6 +7,9 @@
 
 A ring that fails says `Stop` to both neighbours, who do the same: nobody waits for what will not come. Other rings go
 on. What is to be sent is given to `post`, so the same code runs over links and in tests.
+
+A member that has lent pieces (they lie in its window, see `part`) is done only when the next has taken them all. If it
+fails before, the next may read half of another attempt: then there is no result that all have, and nobody uses one.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ravnest.core.errors import FrameError
-from ravnest.rings.codec import Desk
+from ravnest.rings.codec import Desk, Floats
 from ravnest.rings.errors import BadContribution, RingFailed
-from ravnest.rings.messages import Message, Piece, Ready, Stop
+from ravnest.rings.messages import Message, Piece, Ready, Stop, Taken
 from ravnest.rings.part import Part
 from ravnest.rings.ring import Send, Slot
 
@@ -38,18 +41,20 @@ class Seat:
     def __init__(self, part: Part) -> None:
         self.part = part
         self.is_ready = False
+        self.is_lent = False  # until the next member has taken all
         self.held: list[Send] = []  # until the next member is ready
         self.failure: RingFailed | None = None
         self.inside: list[str] = []
 
     @property
     def is_open(self) -> bool:
-        return self.failure is None and not self.part.ring.is_done
+        return self.failure is None and (self.is_lent or not self.part.ring.is_done)
 
     def needs(self, peer: str) -> bool:
         """Whether anything has still to come from `peer` or to go there."""
         spec, ring = self.part.spec, self.part.ring
-        return (spec.before == peer and ring.expected is not None) or (spec.after == peer and ring.num_unsent > 0)
+        is_before = spec.before == peer and ring.expected is not None
+        return is_before or (spec.after == peer and (self.is_lent or ring.num_unsent > 0))
 
 
 class Outgoing(NamedTuple):
@@ -95,6 +100,7 @@ class Attempt:
             if gone:
                 self._fail(seat, RingFailed(seat.part.spec.id, gone[0], lost[gone[0]]))
             else:
+                seat.held.extend(seat.part.begin())
                 self._post(Outgoing(seat.part.spec.before, Ready(*self.key, seat.part.spec.id)))
 
     def ready(self, peer: str, ring: int) -> None:
@@ -107,7 +113,7 @@ class Attempt:
             if seat.is_ready:
                 raise FrameError(f"{peer} said twice that it is ready for ring {ring}")
             seat.is_ready = True
-            for send in (*seat.part.begin(), *seat.held):
+            for send in seat.held:
                 self._post(self._outgoing(seat, send))
 
     def enter(self, peer: str, piece: Piece, lengths: tuple[int, ...]) -> tuple[Seat, Slot] | None:
@@ -120,15 +126,38 @@ class Attempt:
             seat.inside.append(peer)
             return seat, slot
 
-    def take(self, seat: Seat, slot: Slot, desk: Desk) -> None:
-        """The piece is in its room."""
+    def take(self, seat: Seat, slot: Slot, desk: Desk, lent: Floats | None = None) -> Taken | None:
+        """The piece is in its room, or lent; what to tell its sender when it was the last of those."""
         try:
-            send = seat.part.take(slot, desk)
+            sends = seat.part.take(slot, desk, lent)
         except BadContribution as bad:
             self._fail(seat, bad)
-            return
-        if send is not None:
-            self._send(seat, send)
+            return None
+        if sends:
+            self._send(seat, sends)
+        is_last = lent is not None and seat.part.ring.expected is None
+        return Taken(*self.key, seat.part.spec.id) if is_last else None
+
+    def lend(self, seat: Seat) -> bool:
+        """A piece is about to be lent: the seat is open until all are taken. False if the ring has failed.
+
+        `leave` when the next member has been told.
+        """
+        with self._changed:
+            if seat.failure is not None:
+                return False
+            seat.is_lent = True
+            seat.inside.append(seat.part.spec.after)
+            return True
+
+    def taken(self, peer: str, ring: int) -> None:
+        """The next member has read all that was lent to it."""
+        with self._changed:
+            seat = self._seat(ring, peer, of="after")
+            if seat.part.ring.num_unsent > 1:  # the last may not be counted yet
+                raise FrameError(f"{peer} has taken all pieces of ring {ring} before they were lent")
+            seat.is_lent = False
+            self._changed.notify_all()
 
     def load(self, seat: Seat, send: Send, desk: Desk) -> memoryview | None:
         """The bytes to send; None if the ring has failed. `leave` when done with them."""
@@ -195,12 +224,13 @@ class Attempt:
         except BadContribution as bad:
             seat.failure = bad
 
-    def _send(self, seat: Seat, send: Send) -> None:
+    def _send(self, seat: Seat, sends: Sequence[Send]) -> None:
         with self._changed:
-            if seat.is_ready:
+            if not seat.is_ready:
+                seat.held.extend(sends)
+                return
+            for send in sends:
                 self._post(self._outgoing(seat, send))
-            else:
-                seat.held.append(send)
 
     def _outgoing(self, seat: Seat, send: Send) -> Outgoing:
         header = Piece(*self.key, seat.part.spec.id, send.phase, send.step, send.number)
@@ -218,4 +248,4 @@ def _awaited(seat: Seat) -> tuple[str, str]:
         return spec.after, f"{spec.after} was not there yet"
     if slot is not None:
         return spec.before, f"{spec.before} had not sent piece {slot.number} of {slot.phase.name.lower()} {slot.step}"
-    return spec.after, f"{spec.after} had not taken the last {seat.part.ring.num_unsent} pieces"
+    return spec.after, f"{spec.after} had not taken the last {max(seat.part.ring.num_unsent, 1)} pieces"

@@ -28,6 +28,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 BLOCK = 256
+_COLUMNS = 2048
 _TINY = np.float32(1e-36)  # a scale below this would have no inverse; such numbers are sent as 0 and kept as residual
 
 
@@ -191,9 +192,11 @@ def find_codec(name: str) -> Codec:
 
 
 def is_finite(values: Floats) -> bool:
-    """Whether all are finite. A sum tells at the speed of memory; only one that is not finite makes us look closer."""
+    """Whether all are finite. Sums tell, those of columns twice as fast as one; if they are not, we look closer."""
+    whole = values.size // _COLUMNS * _COLUMNS
     with np.errstate(over="ignore", invalid="ignore"):
-        return math.isfinite(values.sum()) or bool(np.isfinite(values).all())
+        columns = np.add.reduce(values[:whole].reshape(-1, _COLUMNS), axis=0)
+        return math.isfinite(columns.sum() + values[whole:].sum()) or bool(np.isfinite(values).all())
 
 
 def _compounded(relative: float, times: int) -> float:

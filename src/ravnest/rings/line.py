@@ -1,7 +1,8 @@
 """A link as rings share it: one thread sends what is posted, in fair turns, and one receives.
 
 Pieces wait as numbers only and are loaded, encoded if need be, when their turn comes; so memory is bounded whatever
-waits. Before each piece the line lets go first whatever has precedence, and keeps to the pace.
+waits. Before each piece the line lets go first whatever has precedence, and keeps to the pace. A piece that the peer
+can see where it lies is only told of.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, cast
+
+import msgspec
 
 from ravnest.core.config import config, require
 from ravnest.core.errors import LinkTimeout
@@ -21,6 +24,7 @@ from ravnest.rings.fair import FairQueue
 from ravnest.rings.messages import Message
 from ravnest.rings.ring import Send
 from ravnest.rings.router import Reception, Router
+from ravnest.rings.shared import SharedLink
 
 __all__ = ["AveragingConfig", "Line", "Turn"]
 
@@ -57,6 +61,7 @@ class Line:
 
     def __init__(self, peer: str, link: Link, router: Router, config: AveragingConfig) -> None:
         self._peer, self._link, self._router, self._config = peer, link, router, config
+        self._window, self._seen = (link.window, link.seen) if isinstance(link, SharedLink) else (None, None)
         self._words: deque[Message] = deque()
         self._pieces: FairQueue[Outgoing] = FairQueue()
         self._stopped = False
@@ -104,12 +109,19 @@ class Line:
                 self._send_piece(item.header, item.seat, item.send, desk)
 
     def _send_piece(self, header: Message, seat: Seat, send: Send, desk: Desk) -> None:
-        attempt = self._router.attempt
-        view = attempt.load(seat, send, desk)
-        if view is None:
-            return
+        attempt, lent_at = self._router.attempt, seat.part.lent_at(send, self._window)
+        views: list[memoryview] = []
+        if lent_at is not None:
+            if not attempt.lend(seat):
+                return
+            header = msgspec.structs.replace(header, at=lent_at)
+        else:
+            view = attempt.load(seat, send, desk)
+            if view is None:
+                return
+            views = [view]
         try:
-            self._link.send(header, [view], deadline_s=self._config.frame_s)
+            self._link.send(header, views, deadline_s=self._config.frame_s)
             seat.part.sent(send, desk)
         finally:
             attempt.leave(seat, self._peer)
@@ -119,7 +131,7 @@ class Line:
         while self._config.turn is not None and not self._config.turn.wait(_LOOK_S):
             if self._stopped or seat.failure is not None:
                 return False
-        if self._config.pace is not None:
+        if self._config.pace is not None and seat.part.lent_at(send, self._window) is None:
             wait_s = self._config.pace.book(seat.part.codec.wire_bytes(send.hi - send.lo))
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped, wait_s)
@@ -134,11 +146,13 @@ class Line:
             return self._words.popleft() if self._words else self._pieces.take()
 
     def _receive(self) -> None:
-        reception = Reception(self._router, self._peer, self._config.max_piece_bytes)
+        reception = Reception(self._router, self._peer, self._config.max_piece_bytes, self._seen)
         while not self._stopped:
             try:
                 header = self._link.receive(reception.place, deadline_s=self._config.frame_s)
-                reception.arrived(cast("Message", header))
+                answer = reception.arrived(cast("Message", header))
+                if answer is not None:
+                    self._link.send(answer, deadline_s=self._config.frame_s)
             except LinkTimeout:
                 if self._link.closed:
                     raise

@@ -4,12 +4,15 @@
 the same memory, if no second attempt will be made.) Nothing is copied that need not be: fp32 pieces are sent from
 `result`, and gathered pieces of any form arrive in `result` itself. One that is to be passed on stays there as it came,
 encoded, until it has been sent, and is decoded in place then: every member decodes the same bytes, also the one that
-encoded them.
+encoded them. Between members of one host even that copy is saved: pieces of a `result` that lies in a window are
+lent, and the next member adds them from where they are; of what is a member's own, `vector` is lent as it is.
 
 One thread receives (`room`, then `take`), one sends (`load`, then `sent`); each brings a `Desk` of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -20,8 +23,11 @@ from ravnest.rings.errors import BadContribution
 from ravnest.rings.messages import Piece
 from ravnest.rings.ring import Phase, Ring, Send, Slot
 from ravnest.rings.spec import RingSpec
+from ravnest.rings.window import Window
 
 __all__ = ["Part", "new_residual"]
+
+_BLOCK = 2**16  # elements that are worked on together: what was just written is looked at in the cache
 
 
 def new_residual(spec: RingSpec, num_elements: int) -> Floats:
@@ -42,11 +48,12 @@ class Part:
             require(array.flags.c_contiguous, f"the {what} of ring {spec.id} lies in one stretch of memory")
         require(vector.size == result.size, f"vector and result of ring {spec.id} have one size")
         self.spec, self.codec = spec, find_codec(spec.codec)
-        self._vector, self._result, self._share = vector, result, np.float32(spec.share)
+        self._vector, self._result = vector, result
+        self._share, self._share_before = np.float32(spec.share), np.float32(spec.share_before)
         self._residual = new_residual(spec, vector.size) if residual is None else residual
         wanted = 0 if self.codec.is_lossless else vector.size
         require(self._residual.size in (wanted, vector.size), f"the residual of ring {spec.id} has one number for each")
-        self.ring = Ring(spec.position, len(spec.members), vector.size, spec.piece_elements)
+        self.ring = Ring(spec.position, len(spec.members), vector.size, spec.piece_elements, in_laps=spec.in_laps)
         self.sent_bytes = 0
 
     @property
@@ -62,8 +69,10 @@ class Part:
     def check(self, piece: Piece, lengths: tuple[int, ...]) -> Slot:
         """The slot of a piece that is about to arrive; refuses any but the next, of the right size."""
         slot = self.ring.check(piece.phase, piece.step, piece.index)
-        expected = self.codec.wire_bytes(slot.hi - slot.lo)
-        if lengths != (expected,):
+        if piece.at is not None and not self.codec.is_lossless:
+            raise FrameError(f"a piece of ring {self.spec.id} is lent, which is for numbers that are not encoded")
+        expected = (self.codec.wire_bytes(slot.hi - slot.lo),) if piece.at is None else ()
+        if lengths != expected:
             raise FrameError(f"a piece of ring {self.spec.id} has {lengths} bytes where {expected} are expected")
         return slot
 
@@ -71,18 +80,29 @@ class Part:
         """Where the bytes of the piece belong."""
         return (self._on_desk(slot, desk) if slot.phase is Phase.REDUCE else self._in_result(slot)).data
 
-    def take(self, slot: Slot, desk: Desk) -> Send | None:
-        """The piece is in its room: add or keep it; what to send on."""
-        if slot.phase is Phase.REDUCE:
-            self._add(slot, desk)
+    def take(self, slot: Slot, desk: Desk, lent: Floats | None = None) -> list[Send]:
+        """The piece is in its room, or lent by the member before: add or keep it; what to send now."""
+        if slot.phase is Phase.REDUCE and lent is not None:
+            self._add(slot, lent, desk if slot.step == 0 else None)
+        elif slot.phase is Phase.REDUCE:
+            self._add(slot, self._received(slot, desk))
+        elif lent is not None:
+            self._copy(slot, lent)
         elif not self.codec.is_finite(self._in_result(slot), slot.hi - slot.lo):
             raise self._bad(self.spec.before, f"{self.spec.before} handed round")
-        onward = self.ring.arrived(slot.phase, slot.step, slot.number)[1:]
-        for send in onward:
-            assert isinstance(send, Send)
-            return send
-        self._unpack(slot, desk)
-        return None
+        sends = [do for do in self.ring.arrived(slot.phase, slot.step, slot.number) if isinstance(do, Send)]
+        if not sends:
+            self._unpack(slot, desk)
+        return sends
+
+    def lent_at(self, send: Send, window: Window | None) -> int | None:
+        """The byte of the window at which the next member finds the piece; None if it must be sent."""
+        if window is None or not self.codec.is_lossless:
+            return None
+        vector_at, result_at = window.find(self._vector), window.find(self._result)
+        if vector_at is None or result_at is None:
+            return None
+        return 4 * send.lo + (vector_at if send.phase is Phase.REDUCE and send.step == 0 else result_at)
 
     def load(self, send: Send, desk: Desk) -> memoryview:
         """The bytes to send; they stay as they are until `sent`."""
@@ -106,22 +126,34 @@ class Part:
 
     def _contribute(self, lo: int, hi: int) -> None:
         """This member's share of its own vector, before anything is added."""
-        np.multiply(self._vector[lo:hi], self._share, out=self._result[lo:hi])
-        if not is_finite(self._result[lo:hi]):
-            raise self._bad(self.spec.me, f"{self.spec.me} contributes")
+        for block in _blocks(lo, hi):
+            np.multiply(self._vector[block], self._share, out=self._result[block])
+            if not is_finite(self._result[block]):
+                raise self._bad(self.spec.me, f"{self.spec.me} contributes")
 
-    def _add(self, slot: Slot, desk: Desk) -> None:
-        """The sum so far plus this member's share. One look at the result tells of both whether they are finite."""
-        own, result = self._vector[slot.lo : slot.hi], self._result[slot.lo : slot.hi]
-        received = self._received(slot, desk)
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(own, self._share, out=result)
-            np.add(result, received, out=result)
-        if is_finite(result):
-            return
-        if not is_finite(received):
-            raise self._bad(self.spec.before, f"{self.spec.before} passed on")
-        raise self._bad(self.spec.me, f"{self.spec.me} contributes, or a sum too large,")
+    def _add(self, slot: Slot, received: Floats, desk: Desk | None = None) -> None:
+        """The sum so far plus this member's share. One look at the result tells of both whether they are finite.
+
+        With a `desk`, what was received is a vector as it is, of which the member before has a share too.
+        """
+        for block in _blocks(slot.lo, slot.hi):
+            result, so_far = self._result[block], received[block.start - slot.lo : block.stop - slot.lo]
+            with np.errstate(over="ignore", invalid="ignore"):
+                if desk is not None:
+                    so_far = np.multiply(so_far, self._share_before, out=desk.floats(0, so_far.size))
+                np.multiply(self._vector[block], self._share, out=result)
+                np.add(result, so_far, out=result)
+            if is_finite(result):
+                continue
+            if not is_finite(so_far):
+                raise self._bad(self.spec.before, f"{self.spec.before} passed on")
+            raise self._bad(self.spec.me, f"{self.spec.me} contributes, or a sum too large,")
+
+    def _copy(self, slot: Slot, lent: Floats) -> None:
+        for block in _blocks(slot.lo, slot.hi):
+            np.copyto(self._result[block], lent[block.start - slot.lo : block.stop - slot.lo])
+            if not is_finite(self._result[block]):
+                raise self._bad(self.spec.before, f"{self.spec.before} handed round")
 
     def _received(self, slot: Slot, desk: Desk) -> Floats:
         wire = self._on_desk(slot, desk)
@@ -148,3 +180,7 @@ class Part:
 
     def _bad(self, member: str, who: str) -> BadContribution:
         return BadContribution(self.spec.id, member, f"what {who} is infinite or not a number")
+
+
+def _blocks(lo: int, hi: int) -> Iterator[slice]:
+    return (slice(start, min(start + _BLOCK, hi)) for start in range(lo, hi, _BLOCK))

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from ravnest.core.config import require
 from ravnest.core.errors import FrameError
 from ravnest.rings.attempt import Attempt, Key, Outgoing, Post, Seat
-from ravnest.rings.codec import Desk
-from ravnest.rings.messages import Message, Piece, Ready, Stop
+from ravnest.rings.codec import Bytes, Desk, Floats
+from ravnest.rings.messages import Message, Piece, Ready, Stop, Taken
 from ravnest.rings.part import Part
 from ravnest.rings.ring import Slot
 
@@ -64,6 +65,11 @@ class Router:
             if Key(message.round, message.attempt) == self.attempt.key:
                 self.attempt.stop(peer, message)
 
+    def taken(self, peer: str, message: Taken) -> None:
+        with self.changed:
+            if Key(message.round, message.attempt) == self.attempt.key:
+                self.attempt.taken(peer, message.ring)
+
     def lose(self, peer: str, why: str) -> None:
         """The link to `peer` is gone for good."""
         with self.changed:
@@ -79,38 +85,45 @@ class Router:
 
 
 class Reception:
-    """What the receiving thread of one link does with a frame: `place`, then `arrived`; `leave` in any case."""
+    """What the receiving thread of one link does with a frame: `place`, then `arrived`; `leave` in any case.
 
-    def __init__(self, router: Router, peer: str, max_piece_bytes: int) -> None:
-        self._router, self._peer, self._max_piece_bytes = router, peer, max_piece_bytes
+    `seen` is the peer's window, where pieces may lie that are lent.
+    """
+
+    def __init__(self, router: Router, peer: str, max_piece_bytes: int, seen: Bytes | None = None) -> None:
+        self._router, self._peer, self._max_piece_bytes, self._seen = router, peer, max_piece_bytes, seen
         self._desk, self._refuse = Desk(), Desk()
-        self._held: tuple[Attempt, Seat, Slot] | None = None
+        self._held: tuple[Attempt, Seat, Slot, Floats | None] | None = None
 
     def place(self, header: msgspec.Struct, lengths: tuple[int, ...]) -> list[memoryview]:
         """Memory for the frame; a refusal closes the link, and the rings are told the reason before that."""
         try:
-            return [self._room(header, lengths)] if isinstance(header, Piece) else []
+            return self._room(header, lengths) if isinstance(header, Piece) else []
         except FrameError as error:
             self._router.lose(self._peer, str(error))
             raise
 
-    def arrived(self, message: Message) -> None:
+    def arrived(self, message: Message) -> Taken | None:
+        """Deal with it; what to answer before `leave`, after which the ring may be over and the link be closed."""
         match message:
             case Ready():
                 self._router.ready(self._peer, message)
+            case Taken():
+                self._router.taken(self._peer, message)
             case Stop():
                 self._router.stop(self._peer, message)
             case Piece() if self._held is not None:
-                attempt, seat, slot = self._held
-                attempt.take(seat, slot, self._desk)
+                attempt, seat, slot, lent = self._held
+                return attempt.take(seat, slot, self._desk, lent)
+        return None
 
     def leave(self) -> None:
         if self._held is not None:
-            attempt, seat, _ = self._held
+            attempt, seat, _, _ = self._held
             self._held = None
             attempt.leave(seat, self._peer)
 
-    def _room(self, header: Piece, lengths: tuple[int, ...]) -> memoryview:
+    def _room(self, header: Piece, lengths: tuple[int, ...]) -> list[memoryview]:
         key, attempt = Key(header.round, header.attempt), self._router.attempt
         if key > attempt.key:
             raise FrameError(f"{self._peer} sent a piece of {_words(key)}, for which this node is not ready")
@@ -118,14 +131,24 @@ class Reception:
         if entered is None:
             return self._room_to_drop(lengths)
         seat, slot = entered
-        self._held = attempt, seat, slot
-        return seat.part.room(slot, self._desk)
+        self._held = attempt, seat, slot, None
+        if header.at is None:
+            return [seat.part.room(slot, self._desk)]
+        self._held = attempt, seat, slot, self._lent(header.at, 4 * (slot.hi - slot.lo))
+        return []
 
-    def _room_to_drop(self, lengths: tuple[int, ...]) -> memoryview:
-        """What nobody wants any more must still be read."""
+    def _lent(self, at: int, num_bytes: int) -> Floats:
+        if self._seen is None or at % 4 or at + num_bytes > self._seen.size:
+            raise FrameError(f"{self._peer} lends {num_bytes} bytes from {at} on, which its window does not show")
+        return self._seen[at : at + num_bytes].view(np.float32)
+
+    def _room_to_drop(self, lengths: tuple[int, ...]) -> list[memoryview]:
+        """What nobody wants any more must still be read, if it was not lent."""
+        if not lengths:
+            return []
         if len(lengths) != 1 or lengths[0] > self._max_piece_bytes:
             raise FrameError(f"{self._peer} sent a piece of {lengths} bytes, over the limit of {self._max_piece_bytes}")
-        return self._refuse.wire(lengths[0]).data
+        return [self._refuse.wire(lengths[0]).data]
 
 
 def _words(key: Key) -> str:

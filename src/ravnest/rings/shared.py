@@ -7,6 +7,8 @@ the peer has closed or died.
 
     writer: bytes --> memory, filled += n        reader: memory --> bytes, emptied += n
 
+Each end may also show a `Window`: what lies there is read by the peer in place, and only words go through the link.
+
 This is Linux only (`is_available`); elsewhere a unix socket does the same, slower. Both ends are processes of one user.
 """
 
@@ -17,7 +19,6 @@ import mmap
 import os
 import select
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -27,15 +28,12 @@ from ravnest.core.errors import FrameError, HandshakeError, LinkClosed
 from ravnest.net.link import LinkConfig
 from ravnest.net.stream import StreamLink
 from ravnest.rings.codec import Bytes
+from ravnest.rings.window import Window, fix_size, is_fixed, see
 
-if sys.platform != "win32":
-    import fcntl
-
-__all__ = ["is_available", "shared_link", "shared_pair"]
+__all__ = ["SharedLink", "is_available", "shared_link", "shared_pair"]
 
 _CAPACITY_BYTES = 2**21
 _HELLO = b"RVNS"
-_SEALS = 0x0002 | 0x0004  # may not shrink, may not grow: reading memory that is gone would kill the reader
 _HANDSHAKE_S = 10.0
 
 
@@ -156,18 +154,33 @@ class _SharedChannel:
         return bool(poller.poll(min(timeout_s * 1000 + 1, 2**31 - 1) if timeout_s else 0))
 
 
-def shared_link(sock: socket.socket, config: LinkConfig, *, peer: str) -> StreamLink:
+class SharedLink(StreamLink):
+    """A link to a process of this host. `window` is what this end shows, `seen` what the other end does."""
+
+    def __init__(
+        self, channel: _SharedChannel, config: LinkConfig, *, peer: str, window: Window | None, seen: Bytes | None
+    ) -> None:
+        super().__init__(channel, config, peer=peer)
+        self.window, self.seen = window, seen
+
+
+def shared_link(sock: socket.socket, config: LinkConfig, *, peer: str, window: Window | None = None) -> SharedLink:
     """A link with the process at the other end of a unix socket, which does the same; it then owns the socket."""
     own = _make()
     theirs: list[int] = []
     try:
         sock.settimeout(_HANDSHAKE_S)
-        socket.send_fds(sock, [_HELLO], own)
-        hello, theirs, _, _ = socket.recv_fds(sock, len(_HELLO), 3)
+        socket.send_fds(sock, [_HELLO], own if window is None else [*own, window.fd])
+        hello, theirs, _, _ = socket.recv_fds(sock, len(_HELLO), 4)
         _check(hello, theirs, peer)
+        seen = see(theirs[3], peer) if len(theirs) > 3 else None
+        for fd in theirs[3:]:
+            os.close(fd)
+        del theirs[3:]
         for counter in theirs[1:]:
             os.set_blocking(counter, False)
-        return StreamLink(_SharedChannel(sock, _Way(own), _Way(theirs)), config, peer=peer)
+        channel = _SharedChannel(sock, _Way(own), _Way(theirs))
+        return SharedLink(channel, config, peer=peer, window=window, seen=seen)
     except BaseException as error:
         sock.close()
         for fd in (*own, *theirs):
@@ -177,13 +190,15 @@ def shared_link(sock: socket.socket, config: LinkConfig, *, peer: str) -> Stream
         raise
 
 
-def shared_pair(config: LinkConfig, *, names: tuple[str, str] = ("left", "right")) -> tuple[StreamLink, StreamLink]:
+def shared_pair(
+    config: LinkConfig, windows: tuple[Window | None, Window | None] = (None, None)
+) -> tuple[SharedLink, SharedLink]:
     """Two linked ends, for two threads; processes make one end each."""
     left, right = socket.socketpair()
-    ends: list[StreamLink] = []
-    other = threading.Thread(target=lambda: ends.append(shared_link(right, config, peer=names[0])))
+    ends: list[SharedLink] = []
+    other = threading.Thread(target=lambda: ends.append(shared_link(right, config, peer="left", window=windows[1])))
     other.start()
-    near = shared_link(left, config, peer=names[1])
+    near = shared_link(left, config, peer="right", window=windows[0])
     other.join()
     return near, ends[0]
 
@@ -191,14 +206,14 @@ def shared_pair(config: LinkConfig, *, names: tuple[str, str] = ("left", "right"
 def _make() -> list[int]:
     memory = os.memfd_create("ravnest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, _CAPACITY_BYTES)
-    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
+    fix_size(memory)
     flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
     return [memory, os.eventfd(0, flags), os.eventfd(0, flags)]
 
 
 def _check(hello: bytes, fds: Sequence[int], peer: str) -> None:
     """Of the right size, and for good."""
-    if hello != _HELLO or len(fds) != 3:
+    if hello != _HELLO or len(fds) not in (3, 4):
         raise HandshakeError(f"{peer} does not speak of shared memory")
-    if os.fstat(fds[0]).st_size != _CAPACITY_BYTES or fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+    if os.fstat(fds[0]).st_size != _CAPACITY_BYTES or not is_fixed(fds[0]):
         raise HandshakeError(f"{peer} offered other memory than was agreed")

@@ -17,7 +17,10 @@ __all__ = ["RingSpec"]
 
 @config
 class RingSpec:
-    """One ring, seen by member `me`. Pieces of `piece_elements` float32: a megabyte unless lines are slow."""
+    """One ring, seen by member `me`. Pieces of `piece_elements` float32: a megabyte unless lines are slow.
+
+    `in_laps` is for members that are all on one host (see `ring`).
+    """
 
     id: int
     members: tuple[str, ...]
@@ -25,6 +28,7 @@ class RingSpec:
     weights: tuple[float, ...]
     codec: str = "fp32"
     piece_elements: int = 2**18
+    in_laps: bool = False
 
     def __post_init__(self) -> None:
         require(self.id >= 0, f"a ring's id is 0 or more, not {self.id}")
@@ -43,6 +47,11 @@ class RingSpec:
     @property
     def share(self) -> float:
         return self.weights[self.position] / math.fsum(self.weights)
+
+    @property
+    def share_before(self) -> float:
+        """Of the member before."""
+        return self.weights[self.position - 1] / math.fsum(self.weights)
 
     @property
     def before(self) -> str:
