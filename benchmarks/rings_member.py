@@ -104,7 +104,6 @@ def _spec(task: Task) -> RingSpec:
         me=f"node-{task.rank}",
         weights=(1.0,) * task.num_members,
         piece_elements=task.piece_elements,
-        in_laps=True,
     )
 
 

@@ -39,12 +39,11 @@ class RingPlan:
     vectors: dict[str, Floats]
     codec: str = "fp32"
     piece_elements: int = 7
-    in_laps: bool = False
 
     def without(self, victim: str) -> RingPlan:
         kept = [(m, w) for m, w in zip(self.members, self.weights, strict=True) if m != victim]
         members, weights = zip(*kept, strict=True)
-        return RingPlan(self.id, members, weights, self.vectors, self.codec, self.piece_elements, self.in_laps)
+        return RingPlan(self.id, members, weights, self.vectors, self.codec, self.piece_elements)
 
     def spec(self, me: str) -> RingSpec:
         return RingSpec(
@@ -54,7 +53,6 @@ class RingPlan:
             weights=self.weights,
             codec=self.codec,
             piece_elements=self.piece_elements,
-            in_laps=self.in_laps,
         )
 
 

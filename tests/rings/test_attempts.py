@@ -30,8 +30,7 @@ def plans(draw: st.DrawFn, *, most_clusters: int = 6, most_stages: int = 6, most
         vectors = {owner: rng.standard_normal(hi - lo).astype(np.float32) for owner in owners}
         order = rng.permutation(len(owners))
         members, shares = tuple(owners[i] for i in order), tuple(weights[i] for i in order)
-        piece_elements, in_laps = int(rng.integers(1, 9)), bool(rng.integers(2))
-        rings.append(RingPlan(number, members, shares, vectors, piece_elements=piece_elements, in_laps=in_laps))
+        rings.append(RingPlan(number, members, shares, vectors, piece_elements=int(rng.integers(1, 9))))
     return rings
 
 

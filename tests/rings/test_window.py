@@ -33,9 +33,7 @@ SIZE = 200_000
 
 def spec(me: str, members: str, codec: str = "fp32") -> RingSpec:
     weights = tuple(float(1 + i) for i in range(len(members)))
-    return RingSpec(
-        id=0, members=tuple(members), me=me, weights=weights, codec=codec, piece_elements=4096, in_laps=True
-    )
+    return RingSpec(id=0, members=tuple(members), me=me, weights=weights, codec=codec, piece_elements=4096)
 
 
 class House:

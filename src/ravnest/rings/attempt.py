@@ -100,7 +100,6 @@ class Attempt:
             if gone:
                 self._fail(seat, RingFailed(seat.part.spec.id, gone[0], lost[gone[0]]))
             else:
-                seat.held.extend(seat.part.begin())
                 self._post(Outgoing(seat.part.spec.before, Ready(*self.key, seat.part.spec.id)))
 
     def ready(self, peer: str, ring: int) -> None:
@@ -113,7 +112,7 @@ class Attempt:
             if seat.is_ready:
                 raise FrameError(f"{peer} said twice that it is ready for ring {ring}")
             seat.is_ready = True
-            for send in seat.held:
+            for send in (*seat.part.begin(), *seat.held):
                 self._post(self._outgoing(seat, send))
 
     def enter(self, peer: str, piece: Piece, lengths: tuple[int, ...]) -> tuple[Seat, Slot] | None:
@@ -129,12 +128,12 @@ class Attempt:
     def take(self, seat: Seat, slot: Slot, desk: Desk, lent: Floats | None = None) -> Taken | None:
         """The piece is in its room, or lent; what to tell its sender when it was the last of those."""
         try:
-            sends = seat.part.take(slot, desk, lent)
+            send = seat.part.take(slot, desk, lent)
         except BadContribution as bad:
             self._fail(seat, bad)
             return None
-        if sends:
-            self._send(seat, sends)
+        if send is not None:
+            self._send(seat, send)
         is_last = lent is not None and seat.part.ring.expected is None
         return Taken(*self.key, seat.part.spec.id) if is_last else None
 
@@ -224,13 +223,12 @@ class Attempt:
         except BadContribution as bad:
             seat.failure = bad
 
-    def _send(self, seat: Seat, sends: Sequence[Send]) -> None:
+    def _send(self, seat: Seat, send: Send) -> None:
         with self._changed:
-            if not seat.is_ready:
-                seat.held.extend(sends)
-                return
-            for send in sends:
+            if seat.is_ready:
                 self._post(self._outgoing(seat, send))
+            else:
+                seat.held.append(send)
 
     def _outgoing(self, seat: Seat, send: Send) -> Outgoing:
         header = Piece(*self.key, seat.part.spec.id, send.phase, send.step, send.number)

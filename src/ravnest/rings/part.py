@@ -53,7 +53,7 @@ class Part:
         self._residual = new_residual(spec, vector.size) if residual is None else residual
         wanted = 0 if self.codec.is_lossless else vector.size
         require(self._residual.size in (wanted, vector.size), f"the residual of ring {spec.id} has one number for each")
-        self.ring = Ring(spec.position, len(spec.members), vector.size, spec.piece_elements, in_laps=spec.in_laps)
+        self.ring = Ring(spec.position, len(spec.members), vector.size, spec.piece_elements)
         self.sent_bytes = 0
 
     @property
@@ -80,8 +80,8 @@ class Part:
         """Where the bytes of the piece belong."""
         return (self._on_desk(slot, desk) if slot.phase is Phase.REDUCE else self._in_result(slot)).data
 
-    def take(self, slot: Slot, desk: Desk, lent: Floats | None = None) -> list[Send]:
-        """The piece is in its room, or lent by the member before: add or keep it; what to send now."""
+    def take(self, slot: Slot, desk: Desk, lent: Floats | None = None) -> Send | None:
+        """The piece is in its room, or lent by the member before: add or keep it; what to send on."""
         if slot.phase is Phase.REDUCE and lent is not None:
             self._add(slot, lent, desk if slot.step == 0 else None)
         elif slot.phase is Phase.REDUCE:
@@ -90,10 +90,12 @@ class Part:
             self._copy(slot, lent)
         elif not self.codec.is_finite(self._in_result(slot), slot.hi - slot.lo):
             raise self._bad(self.spec.before, f"{self.spec.before} handed round")
-        sends = [do for do in self.ring.arrived(slot.phase, slot.step, slot.number) if isinstance(do, Send)]
-        if not sends:
-            self._unpack(slot, desk)
-        return sends
+        onward = self.ring.arrived(slot.phase, slot.step, slot.number)[1:]
+        for send in onward:
+            assert isinstance(send, Send)
+            return send
+        self._unpack(slot, desk)
+        return None
 
     def lent_at(self, send: Send, window: Window | None) -> int | None:
         """The byte of the window at which the next member finds the piece; None if it must be sent."""

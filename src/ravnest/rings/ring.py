@@ -10,10 +10,6 @@ After the reduce p has the whole sum of chunk p + 1, and the gather hands the su
 2 (C - 1) / C of the vector. A piece that arrived and was added is sent on at once: steps overlap, and only a member's
 first chunk can be sent before anything has arrived.
 
-That keeps slow lines busy, but between two touches of a piece all others are touched, and no cache is that large. In
-laps the vector is cut into stretches of C pieces, one a chunk each. Stretch n takes step k (of 2 C - 2) in turn n + k,
-so few are under way at a time: members of one host find in the cache what the one before has just written there.
-
 Links keep the order of what they carry and every member sends in the order of its steps, so exactly one piece can come
 next. Any other (again, too early, out of range, from another split) is refused.
 """
@@ -77,19 +73,15 @@ Action: TypeAlias = Add | Copy | Send
 class Ring:
     """The ring as the member at `position` sees it. Told what arrived and what was sent; says what to do."""
 
-    def __init__(
-        self, position: int, num_members: int, num_elements: int, piece_elements: int, *, in_laps: bool = False
-    ) -> None:
+    def __init__(self, position: int, num_members: int, num_elements: int, piece_elements: int) -> None:
         require(0 <= position < num_members, f"position {position} is not one of {num_members} members")
         require(num_elements >= 0, f"a vector has 0 elements or more, not {num_elements}")
         require(piece_elements > 0, f"a piece has at least 1 element, not {piece_elements}")
         self._position, self._num_members = position, num_members
-        self._num_elements, self._piece_elements, self._in_laps = num_elements, piece_elements, in_laps
-        self._incoming = self._slots(position - 1)
+        self._num_elements, self._piece_elements = num_elements, piece_elements
+        self._incoming = self._slots()
         self._expected = next(self._incoming, None)
-        self._outgoing = self._slots(position)
-        self._next = next(self._outgoing, None)
-        self._num_unsent = sum(1 for _ in self._slots(position))
+        self._num_unsent = self._count_sends()
 
     @property
     def expected(self) -> Slot | None:
@@ -106,8 +98,11 @@ class Ring:
         return self._expected is None and self._num_unsent == 0
 
     def begin(self) -> tuple[Send, ...]:
-        """What can be sent before anything has arrived: of this member's own. To be asked first, and once."""
-        return tuple(self._own())
+        """What can be sent before anything has arrived: this member's own chunk."""
+        if self._num_members == 1:
+            return ()
+        pieces = enumerate(self._pieces(self._position))
+        return tuple(Send(Phase.REDUCE, 0, number, lo, hi) for number, (lo, hi) in pieces)
 
     def check(self, phase: Phase, step: int, number: int) -> Slot:
         """The slot of a piece that is about to arrive, if it is the one expected."""
@@ -123,49 +118,46 @@ class Ring:
         slot = self.check(phase, step, number)
         self._expected = next(self._incoming, None)
         work = Add(slot.lo, slot.hi) if phase is Phase.REDUCE else Copy(slot.lo, slot.hi)
-        if phase is Phase.GATHER and step == self._num_members - 2:
-            return (work,)  # it has been everywhere
-        onward = self._next
-        assert onward is not None
-        assert onward[2:] == slot[2:], "pieces are sent on in the order in which they arrive"
-        self._next = next(self._outgoing, None)
-        return (work, Send(*onward), *self._own())
+        onward = self._onward(slot)
+        return (work,) if onward is None else (work, onward)
 
     def sent(self) -> None:
         """One piece more has been sent."""
         assert self._num_unsent > 0, "more pieces were sent than there are"
         self._num_unsent -= 1
 
-    def _own(self) -> Iterator[Send]:
-        """Pieces of this member's own that are next to be sent; they wait for nothing but their turn."""
-        while self._next is not None and self._next[:2] == (Phase.REDUCE, 0):
-            yield Send(*self._next)
-            self._next = next(self._outgoing, None)
+    def _onward(self, slot: Slot) -> Send | None:
+        """A piece goes round until it has been everywhere; the last sum begins the gather."""
+        _, step, number, lo, hi = slot
+        if step < self._num_members - 2:
+            return Send(slot.phase, step + 1, number, lo, hi)
+        return Send(Phase.GATHER, 0, number, lo, hi) if slot.phase is Phase.REDUCE else None
 
-    def _slots(self, sender: int) -> Iterator[Slot]:
-        """All that the member at this position sends, in order."""
-        if self._num_members == 1:
-            return
-        stages = [(phase, step) for phase in Phase for step in range(self._num_members - 1)]
-        pieces = [self._pieces((sender - step + (phase is Phase.GATHER)) % self._num_members) for phase, step in stages]
-        if not self._in_laps:
-            for (phase, step), spans in zip(stages, pieces, strict=True):
-                for number, (lo, hi) in enumerate(spans):
+    def _slots(self) -> Iterator[Slot]:
+        """All that will arrive, in order."""
+        for phase in Phase:
+            for step in range(self._num_members - 1):
+                chunk = (self._position - step - (phase is Phase.REDUCE)) % self._num_members
+                for number, (lo, hi) in enumerate(self._pieces(chunk)):
                     yield Slot(phase, step, number, lo, hi)
-            return
-        for turn in range(max(map(len, pieces)) + len(stages) - 1):
-            for late, (phase, step) in enumerate(stages):
-                if 0 <= turn - late < len(pieces[late]):
-                    yield Slot(phase, step, turn - late, *pieces[late][turn - late])
 
-    def _pieces(self, chunk: int) -> list[tuple[int, int]]:
-        lap = self._piece_elements * self._num_members if self._in_laps else max(self._num_elements, 1)
-        found = []
-        for start in range(0, self._num_elements, lap):
-            length = min(lap, self._num_elements - start)
-            lo, hi = (start + c * length // self._num_members for c in (chunk, chunk + 1))
-            found += [(at, min(at + self._piece_elements, hi)) for at in range(lo, hi, self._piece_elements)]
-        return found
+    def _pieces(self, chunk: int) -> Iterator[tuple[int, int]]:
+        lo, hi = self._bounds(chunk)
+        for start in range(lo, hi, self._piece_elements):
+            yield start, min(start + self._piece_elements, hi)
+
+    def _bounds(self, chunk: int) -> tuple[int, int]:
+        whole, members = self._num_elements, self._num_members
+        return chunk * whole // members, (chunk + 1) * whole // members
+
+    def _count_sends(self) -> int:
+        """In the reduce every chunk but the next member's p + 1, in the gather every chunk but p + 2."""
+        counts = []
+        for chunk in range(self._num_members):
+            lo, hi = self._bounds(chunk)
+            counts.append(-((lo - hi) // self._piece_elements))
+        kept = counts[(self._position + 1) % self._num_members] + counts[(self._position + 2) % self._num_members]
+        return 2 * sum(counts) - kept if self._num_members > 1 else 0
 
 
 def _name(phase: Phase, step: int, number: int) -> str:

@@ -17,10 +17,7 @@ __all__ = ["RingSpec"]
 
 @config
 class RingSpec:
-    """One ring, seen by member `me`. Pieces of `piece_elements` float32: a megabyte unless lines are slow.
-
-    `in_laps` is for members that are all on one host (see `ring`).
-    """
+    """One ring, seen by member `me`. Pieces of `piece_elements` float32: a megabyte unless lines are slow."""
 
     id: int
     members: tuple[str, ...]
@@ -28,7 +25,6 @@ class RingSpec:
     weights: tuple[float, ...]
     codec: str = "fp32"
     piece_elements: int = 2**18
-    in_laps: bool = False
 
     def __post_init__(self) -> None:
         require(self.id >= 0, f"a ring's id is 0 or more, not {self.id}")
