@@ -58,7 +58,7 @@ class ClusterMaker:
         self._machines: dict[str, Machine] = {}
 
     def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> Planned:
-        """The best clusters of these machines, whose speeds are in GFLOP/s; those that broke are mended if that is it."""
+        """The best clusters of these machines, whose speeds are in GFLOP/s; broken ones are mended if that is best."""
         found = form_apart(self._task(machines), self._running(broken))
         clusters = tuple(
             self._cluster(
@@ -70,7 +70,7 @@ class ClusterMaker:
         return Planned(clusters, idle[0], idle[1], found.reason)
 
     def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
-        """Which of the running clusters stand in the way of a plan that is worth enough more, and which plan that is."""
+        """Which running clusters stand in the way of a plan that is worth enough more, and which plan that is."""
         found = form_apart(self._task(machines), self._running(running))
         kept = {(plan.members, plan.partition.cuts) for plan in found.clusters}
         rows = {name: self._rows[name] for name in running if name in self._rows}
@@ -105,7 +105,7 @@ class ClusterMaker:
         return Cluster(
             id=name, generation=generation, members=plan.members, cuts=tuple(plan.partition.cuts),
             accumulate=self._timed.accumulate, depths=depths, samples_per_s=plan.samples_per_s, reason=plan.reason,
-            mends=self._mended(plan, broken),
+            mends=self._mended(plan, broken), seconds=tuple(plan.partition.stage_seconds),
         )  # fmt: skip
 
     def _expected(self, plan: ClusterPlan, chosen: tuple[Rule, ...]) -> LocalPlan:

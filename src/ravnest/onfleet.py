@@ -74,5 +74,5 @@ def _service(how: Training, batch_size: int) -> ServiceConfig:
         ticket_uses=how.ticket_uses,
         averaging=AveragingWishes(average_every=every, codec=how.codec, outer=how.outer),
         copying=CopyWishes(replicas=how.replicas),
-        wishes=Wishes(min_nodes=how.min_nodes, wait_s=how.wait_s, min_stages=how.least_stages),
+        wishes=Wishes(min_nodes=how.min_nodes, wait_s=how.wait_s, min_stages=how.least_stages, num_spares=how.spares),
     )

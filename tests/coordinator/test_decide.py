@@ -14,6 +14,7 @@ from ravnest.coordinator.decide import (
     EndCluster,
     LoseNode,
     MakePlan,
+    Reconsider,
     Wishes,
     choose_name,
     decide,
@@ -214,12 +215,33 @@ def test_a_node_that_comes_back_with_more_to_lend_is_planned_again() -> None:
 
 
 def test_newcomers_make_further_clusters_while_others_train() -> None:
-    state = trained(connected(100.0, "cellar"))
+    state = trained(connected(100.0, "cellar"), on.Considered(110.0, ("cellar", "den"), (), "no"))
     assert at(state, 1000.0, min_nodes=4) == []
     apply(state, connected(1000.0, "den"))
     assert at(state, 1014.9, min_nodes=4) == []
     assert at(state, 1015.0, min_nodes=4) == [MakePlan(("cellar", "den"), "2 nodes are free, and nobody came for 15 s")]
     assert at(state, 1015.0, min_stages=3) == []
+
+
+def test_a_node_without_a_place_is_looked_at_together_with_running_clusters() -> None:
+    state = trained(connected(100.0, "cellar"))
+    assert at(state, 100.0, min_stages=3) == [Reconsider(("c1",), ("cellar",), "cellar is free")]
+    assert at(state, 100.0, min_stages=3, num_spares=1) == []
+    apply(state, on.Considered(101.0, ("cellar",), (), "no change is worth it"))
+    assert at(state, 5000.0, min_stages=3) == []
+    apply(state, on.NodeSlowed(6000.0, "barn", 0.4, "its stage shows it"))
+    why = "nodes are faster or slower than they were taken to be"
+    assert at(state, 6000.0, min_stages=3) == [Reconsider(("c1",), ("cellar",), why)]
+    assert machines_of(state, ["barn"])[0].speed == pytest.approx(0.4 * state.nodes["barn"].profile.gflops)
+
+
+def test_nothing_is_reconsidered_soon_after_a_plan_or_while_a_cluster_is_broken() -> None:
+    state = trained(connected(45.0, "cellar"))
+    assert at(state, 54.9, min_stages=3) == []
+    assert next_look_s(state, 54.9, WISHES) <= 55.0
+    assert [type(d) for d in at(state, 55.0, min_stages=3)] == [Reconsider]
+    apply(state, on.ClusterEnded(56.0, "c1", "barn is gone", is_lost=True))
+    assert not any(isinstance(d, Reconsider) for d in at(state, 57.0, min_stages=3))
 
 
 def test_survivors_of_a_cluster_are_planned_at_once() -> None:

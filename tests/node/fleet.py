@@ -103,8 +103,8 @@ class Worker:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.link = unix_link(ours, LinkConfig(headers=FromWorker), peer=self.name)
-        given = {"identity": str(identity.directory), "coordinator": coordinator, "profile": PROFILE}
-        self.tell(Begin(shelf=str(identity.directory / "copies"), **given | changes))
+        given: dict[str, Any] = {"coordinator": coordinator, "profile": PROFILE, **changes}
+        self.tell(Begin(identity=str(identity.directory), shelf=str(identity.directory / "copies"), **given))
         self.where = Whereabouts()
 
     def tell(self, said: msgspec.Struct) -> None:

@@ -34,6 +34,8 @@ class LiveCluster:
         self.id, self.generation = plan.id, plan.generation
         self.is_training = False
         self.is_over = False
+        self.retires: str | None = None  # why it gets nothing more to train, and ends when it has trained what it has
+        self.retires_s = 0.0
         self.relay_tokens: list[str] = []
         self.max_weights_bytes: list[int] = []
         self.metrics: dict[int, StageMetrics] = {}
@@ -48,6 +50,12 @@ class LiveCluster:
 
     def stage_of(self, name: str) -> int | None:
         return self.plan.members.index(name) if name in self.plan.members else None
+
+    @property
+    def least_updates(self) -> int:
+        """That every stage has made, as they reported."""
+        made = [self.metrics[i].updates if i in self.metrics else self.plan.begin for i in range(len(self.parts))]
+        return min(made)
 
     def retold(self, name: str) -> list[Tell]:
         """All orders so far, for a member that comes back."""
@@ -78,7 +86,7 @@ class LiveCluster:
         """Send what there is to send, as long as the line takes it."""
         line = self._line
         while line is not None and line.has_room and self.is_training and not self.is_over:
-            if self.feeder.wants_batch and (leased := self._lease(self)) is not None:
+            if self.retires is None and self.feeder.wants_batch and (leased := self._lease(self)) is not None:
                 self.feeder.load(*leased)
             sending = self.feeder.next()
             if sending is None:

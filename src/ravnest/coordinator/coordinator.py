@@ -59,11 +59,12 @@ from .blobs import Blobs
 from .clusters import LiveCluster
 from .copies import Copies
 from .copying import CopyWishes
-from .decide import Decision, EndCluster, LoseNode, MakePlan, Wishes, decide, machines_of, next_look_s
+from .decide import Decision, EndCluster, LoseNode, MakePlan, Reconsider, Wishes, decide, machines_of, next_look_s
 from .events import (
     CallerRefused,
     Cluster,
     ClusterEnded,
+    Considered,
     Event,
     LeaseGranted,
     LeaseReturned,
@@ -76,6 +77,7 @@ from .events import (
     NodeLetGo,
     NodeMoved,
     NodeReady,
+    NodeSlowed,
     Noted,
     PlanFailed,
     PlanMade,
@@ -87,6 +89,7 @@ from .records import LinkRecord
 from .requester import Piece, Requester, StageFiles
 from .rounds import AveragingWishes
 from .sessions import Session
+from .slow import Watch
 from .sources import Beginning, find_beginning
 from .state import State, apply
 
@@ -94,6 +97,7 @@ __all__ = ["Coordinator"]
 
 _MOST_REFUSALS = 8  # kinds that are told apart at a time, so that strangers cannot fill the log
 _GATHER_S = 0.25  # a mishap that frees some nodes often frees more: all of them are planned together
+_RETIRE_S = 30.0  # that a cluster may take to train what it has before it ends for a better one
 _REST_S = 0.05  # between two looks: each goes over all nodes, and what happens often happens to many at once
 
 
@@ -126,6 +130,7 @@ class Coordinator:
         self._start_s, self._started = clock(), time.monotonic()
         self._wake = asyncio.Event()
         self._planning: asyncio.Task[None] | None = None
+        self._watch = Watch()
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._telling: asyncio.TimerHandle | None = None
         self._told_s, self._tell_s = 0.0, (patience or Patience()).tell_s
@@ -168,6 +173,7 @@ class Coordinator:
                 self._carry_out(decision)
             self.averaging.look()
             self.copies.look()
+            self._look_for_the_slow(now_s)
             await asyncio.sleep(_REST_S)
             if self._wake.is_set():
                 continue
@@ -195,8 +201,15 @@ class Coordinator:
                     self._broken(live, reason, blamed)
             case MakePlan():
                 is_needed = not self.is_ending or not self.clusters  # whose weights would else be lost
-                if is_needed and (self._planning is None or self._planning.done()):
+                if is_needed and not self._is_planning:
                     self._planning = asyncio.get_running_loop().create_task(self._plan_soon())
+            case Reconsider():
+                if not self.is_ending and not self._is_planning:
+                    self._planning = asyncio.get_running_loop().create_task(self._reconsider(decision))
+
+    @property
+    def _is_planning(self) -> bool:
+        return self._planning is not None and not self._planning.done()
 
     async def _plan_soon(self) -> None:
         await asyncio.sleep(_GATHER_S)
@@ -230,6 +243,37 @@ class Coordinator:
         )
         for one in kept:
             self._found(one)
+
+    async def _reconsider(self, decision: Reconsider) -> None:
+        """If another plan is worth enough more, what it changes ends, when it has trained what it has."""
+        members = [name for c in decision.clusters for name in self.state.clusters[c].plan.members]
+        machines = machines_of(self.state, (*members, *decision.nodes))
+        try:
+            ends, reason = await asyncio.to_thread(self.requester.better, machines, decision.clusters)
+        except RavnestError as error:
+            ends, reason = (), str(error)
+        self.record(Considered(self.now_s(), decision.nodes, ends, f"{decision.reason}: {reason}"))
+        for cluster in ends:
+            if (live := self.clusters.get(cluster)) is not None:
+                live.retires, live.retires_s = f"a better plan: {reason}", self.now_s()
+                self._end_if_retired(live)
+
+    def _end_if_retired(self, live: LiveCluster) -> None:
+        """All that it was fed is trained, and every stage has said so; or it takes too long."""
+        if live.retires is None:
+            return
+        is_late = self.now_s() >= live.retires_s + _RETIRE_S
+        is_done = not self.state.leases.outstanding_of(live.id) and live.least_updates >= live.feeder.windows
+        if is_late or is_done:
+            self._end_cluster(live.id, live.retires, is_lost=False, again=True)
+
+    def _look_for_the_slow(self, now_s: float) -> None:
+        """Nodes whose stages show another speed than they were planned with; clusters that have retired late."""
+        for live in list(self.clusters.values()):
+            self._end_if_retired(live)
+        for found in self._watch.look(self._member_of, now_s):
+            speed = self.state.nodes[found.name].speed * found.share
+            self.record(NodeSlowed(now_s, found.name, speed, "its stage shows it, next to the others"))
 
     def _beginning(self, cluster: Cluster) -> Beginning:
         """What a new cluster goes on from."""
@@ -294,7 +338,7 @@ class Coordinator:
             self.record(NodeBlamed(self.now_s(), name, reason))
         self._end_cluster(live.id, reason, is_lost=True)
 
-    def _end_cluster(self, cluster: str, reason: str, *, is_lost: bool) -> None:
+    def _end_cluster(self, cluster: str, reason: str, *, is_lost: bool, again: bool = False) -> None:
         live = self.clusters.pop(cluster, None)
         if live is None:
             return
@@ -309,7 +353,7 @@ class Coordinator:
                     self.blobs.drop(blob)
         for batch in sorted(self.state.leases.outstanding_of(cluster)):
             self.record(LeaseReturned(self.now_s(), cluster, batch, reason))
-        self.record(ClusterEnded(self.now_s(), cluster, reason, is_lost))
+        self.record(ClusterEnded(self.now_s(), cluster, reason, is_lost, again))
         self.requester.ended(cluster, reason, is_lost=is_lost)
         for name in live.plan.members:
             self._tell_desired(name)
@@ -483,6 +527,10 @@ class Coordinator:
                 live.pump()
             case Updated(metrics=metrics) as report:
                 live.metrics[stage] = metrics
+                if live.retires is not None:
+                    self._wake.set()
+                if live.plan.seconds:
+                    self._watch.heard(name, metrics, live.plan.seconds[stage], self.now_s())
                 self.requester.reported(live.id, stage, report)
             case Lost() | Saved() as report:
                 self.requester.reported(live.id, stage, report)

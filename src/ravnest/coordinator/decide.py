@@ -5,6 +5,8 @@
     make a plan      of the nodes that are free: at once when a cluster broke and its members have let go of their
                      stages, else when it is quiet: nobody came for `wait_s`, or enough of them have waited `max_wait`
                      times as long
+    reconsider       running clusters together with nodes that no plan has a place for, or when a node turns out to be
+                     slower or faster than it was taken to be
 
 The owner carries a decision out and says so with events, which make it vanish; until then it is decided again. Nothing
 changes by itself before `next_look_s`.
@@ -23,11 +25,12 @@ from .admission import choose_name, judge_token
 from .records import BLAME_S, ClusterRecord, NodeRecord, State
 
 __all__ = [
-    "Decision", "EndCluster", "LoseNode", "MakePlan", "Wishes",
+    "Decision", "EndCluster", "LoseNode", "MakePlan", "Reconsider", "Wishes",
     "choose_name", "decide", "judge_token", "machines_of", "next_look_s",
 ]  # fmt: skip
 
 _MISSED_BEATS = 3
+_MOST_CHANGED = 4  # clusters that are looked at together
 
 
 @config
@@ -41,6 +44,8 @@ class Wishes:
     beat_s: float = 2.0
     forming_s: float = 120.0
     blame_s: float = BLAME_S
+    rest_s: float = 15.0  # between a change of plan and looking for a better one
+    num_spares: int = 0
 
     def __post_init__(self) -> None:
         require(self.min_stages >= 1, f"a cluster has at least 1 stage, not {self.min_stages}")
@@ -49,6 +54,8 @@ class Wishes:
         require(1 <= self.max_wait < inf, f"max_wait must be at least 1, not {self.max_wait}")
         require(0 < self.beat_s < inf, f"beat_s must be above 0, not {self.beat_s}")
         require(0 < self.forming_s < inf, f"forming_s must be above 0, not {self.forming_s}")
+        require(0 <= self.rest_s < inf, f"rest_s must be 0 or more, not {self.rest_s}")
+        require(self.num_spares >= 0, f"num_spares must be 0 or more, not {self.num_spares}")
         require(0 <= self.blame_s < inf, f"blame_s must be 0 or more, not {self.blame_s}")
 
     @property
@@ -80,14 +87,23 @@ class MakePlan:
     reason: str
 
 
-Decision = LoseNode | EndCluster | MakePlan
+@dataclass(frozen=True)
+class Reconsider:
+    """Look whether these clusters and these free nodes could do more in another way."""
+
+    clusters: tuple[str, ...]
+    nodes: tuple[str, ...]
+    reason: str
+
+
+Decision = LoseNode | EndCluster | MakePlan | Reconsider
 
 
 def decide(state: State, now_s: float, wishes: Wishes) -> list[Decision]:
     """What to do now, in the order in which to do it."""
     silent = _silent(state, now_s, wishes)
     why = f"it was not heard for {_MISSED_BEATS} beats of {wishes.beat_s:g} s"
-    plan = _plan(state, now_s, wishes, silent)
+    plan = _plan(state, now_s, wishes, silent) or _reconsider(state, now_s, wishes, silent)
     return [
         *(LoseNode(name, why) for name in silent),
         *_broken(state, now_s, wishes, silent),
@@ -152,6 +168,23 @@ def _plan(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -
     return MakePlan(tuple(free), due[1]) if due is not None and now_s >= due[0] else None
 
 
+def _reconsider(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> Reconsider | None:
+    """Not while a cluster is forming or broken, and not often: every change costs its cluster a moment."""
+    if not state.run or state.ended is not None or now_s < state.considered_s + wishes.rest_s or state.broken:
+        return None
+    clusters = list(state.live_clusters())
+    if not clusters or any(cluster.phase == "forming" for cluster in clusters):
+        return None
+    free = _free(state, now_s, wishes, silent)
+    if state.considered is None and any(node.speed != 1.0 for node in state.nodes.values()):
+        reason = "nodes are faster or slower than they were taken to be"
+    elif len(free) > wishes.num_spares and not set(free) <= (state.considered or set()):
+        reason = f"{_list(free)} free"
+    else:
+        return None
+    return Reconsider(tuple(cluster.plan.id for cluster in clusters[-_MOST_CHANGED:]), tuple(free), reason)
+
+
 def _free(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> list[str]:
     return [name for name in state.free_nodes(now_s, wishes.blame_s) if name not in silent]
 
@@ -198,6 +231,7 @@ def _free_since_s(node: NodeRecord, wishes: Wishes) -> float:
 def _turns(state: State, now_s: float, wishes: Wishes) -> Iterator[float]:
     """All moments at which a decision may change, past ones too."""
     yield now_s + wishes.beat_s
+    yield state.considered_s + wishes.rest_s
     for name, node in state.nodes.items():
         if node.is_present:
             yield _lost_s(state, name, wishes)

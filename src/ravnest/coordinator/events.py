@@ -11,11 +11,11 @@ import msgspec
 from ..core.control import Copy, NodeProfile, Whereabouts
 
 __all__ = [
-    "CallerRefused", "Cluster", "ClusterEnded", "CopyKept", "Event", "Idle", "LeaseGranted", "LeaseReturned",
-    "LeaseSettled", "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected", "NodeEnrolled", "NodeGone",
-    "NodeKicked", "NodeLetGo", "NodeLinked", "NodeMoved", "NodeNotAveraged", "NodeReady", "NodeShifted", "NodeSlowed",
-    "Noted", "PlanFailed", "PlanMade",
-    "RingsLaid", "RoundClosed", "RoundCommitted", "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
+    "CallerRefused", "Cluster", "ClusterEnded", "Considered", "CopyKept", "Event", "Idle", "LeaseGranted",
+    "LeaseReturned", "LeaseSettled", "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected",
+    "NodeEnrolled", "NodeGone", "NodeKicked", "NodeLetGo", "NodeLinked", "NodeMoved", "NodeNotAveraged", "NodeReady",
+    "NodeShifted", "NodeSlowed", "Noted", "PlanFailed", "PlanMade", "RingsLaid", "RoundClosed", "RoundCommitted",
+    "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
 ]  # fmt: skip
 
 
@@ -44,6 +44,7 @@ class Cluster(_Record, frozen=True, kw_only=True):
     depths: tuple[int, ...]
     samples_per_s: float  # as planned
     reason: str
+    seconds: tuple[float, ...] = ()  # that each stage computes on a microbatch, as planned
     begin: int = 0
     begins: str = ""  # from what, in words
     mends: str = ""
@@ -210,11 +211,23 @@ class CopyKept(_Event, frozen=True):
 
 
 class ClusterEnded(_Event, frozen=True):
-    """A cluster trains no more: its members are free, its leases are given back."""
+    """A cluster trains no more: its members are free, its leases are given back.
+
+    `again`: it has done nothing wrong, and ends so that its members can form a better one.
+    """
 
     cluster: str
     reason: str
     is_lost: bool
+    again: bool = False
+
+
+class Considered(_Event, frozen=True):
+    """A better plan of running clusters and these free nodes was looked for; if there is one, these clusters end."""
+
+    nodes: tuple[str, ...]
+    ends: tuple[str, ...]
+    reason: str
 
 
 # Averaging.
@@ -318,6 +331,7 @@ Event = (
     | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeBlamed | NodeSlowed
     | CallerRefused
     | PlanMade | PlanFailed | LinkMade | NodeReady | NodeLetGo | CopyKept | ClusterEnded
+    | Considered
     | RingsLaid | NodeLinked | RoundOpened | NodeBegan | NodeAveraged | NodeNotAveraged | RoundCommitted | NodeShifted
     | RoundClosed
     | LeaseGranted | LeaseSettled | LeaseReturned

@@ -221,6 +221,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     clusters: dict[str, ClusterRecord] = {}  # in order of forming; of those that ended, the last few
     cuts: dict[str, tuple[int, ...]] = {}  # of clusters of this run, for as long as somebody may keep a copy
     broken: list[str] = []  # clusters that were lost and that none has taken the place of
+    considered: set[str] | None = set()  # free nodes with which a better plan was looked for; None: look again
+    considered_s: float = 0.0
     leases: Leases = msgspec.field(default_factory=Leases)
     counters: Counters = msgspec.field(default_factory=Counters)
     rings: RingsRecord | None = None

@@ -36,7 +36,7 @@ def _sentence(event: Event) -> str | None:
             return f"the run is over: {reason}"
         case on.Noted(text=text):
             return text
-        case on.PlanMade() | on.PlanFailed() | on.LinkMade() | on.NodeReady() | on.ClusterEnded():
+        case on.PlanMade() | on.PlanFailed() | on.LinkMade() | on.NodeReady() | on.ClusterEnded() | on.Considered():
             return _about_clusters(event)
         case on.NodeLetGo() | on.CopyKept():
             return None
@@ -55,7 +55,7 @@ _AboutNodes = (
     | on.CallerRefused
 )  # fmt: skip
 _AboutRounds = on.RingsLaid | on.RoundOpened | on.NodeNotAveraged | on.RoundCommitted | on.RoundClosed
-_AboutClusters = on.PlanMade | on.PlanFailed | on.LinkMade | on.NodeReady | on.ClusterEnded
+_AboutClusters = on.PlanMade | on.PlanFailed | on.LinkMade | on.NodeReady | on.ClusterEnded | on.Considered
 
 
 def _about_nodes(event: _AboutNodes) -> str:
@@ -82,7 +82,7 @@ def _about_nodes(event: _AboutNodes) -> str:
             assert_never(event)
 
 
-def _about_clusters(event: _AboutClusters) -> str:
+def _about_clusters(event: _AboutClusters) -> str | None:
     match event:
         case on.PlanMade(generation=generation, clusters=clusters, reason=reason, took_s=took_s):
             made = "; ".join(map(_cluster, clusters)) or "no new cluster"
@@ -93,6 +93,8 @@ def _about_clusters(event: _AboutClusters) -> str:
             return f"cluster {cluster}: {a} has a {how} link to {b}{_because(reason)}{f'; {hint}' if hint else ''}"
         case on.NodeReady(cluster=cluster, name=name):
             return f"cluster {cluster}: {name} is ready"
+        case on.Considered(ends=ends, reason=reason):
+            return f"a better plan for {', '.join(ends)}: {reason}" if ends else None
         case on.ClusterEnded(cluster=cluster, reason=reason, is_lost=is_lost):
             return f"cluster {cluster} {'is lost' if is_lost else 'ended'}: {reason}"
         case _:

@@ -77,7 +77,7 @@ def apply(state: State, event: Event) -> None:
         case on.NodeSlowed(name=name, share=share):
             if name in state.nodes:
                 state.nodes[name].speed = share
-                state.hopeless.discard(name)
+                state.considered = None
         case on.PlanMade():
             _plan(state, event)
         case on.PlanFailed(nodes=nodes, reason=reason):
@@ -94,6 +94,8 @@ def apply(state: State, event: Event) -> None:
                 state.nodes[name].keep(KeptCopy(copy, at_s, took_s))
         case on.ClusterEnded():
             _end(state, event)
+        case on.Considered(at_s=at_s, nodes=nodes):
+            state.considered, state.considered_s = set(nodes), at_s
         case on.RingsLaid() | on.NodeLinked() | on.RoundOpened() | on.NodeAveraged() | on.NodeNotAveraged():
             apply_round(state, event)
         case on.NodeBegan() | on.RoundCommitted() | on.NodeShifted() | on.RoundClosed():
@@ -136,7 +138,7 @@ def _begin(state: State, event: on.RunBegun) -> None:
     state.hopeless, state.clusters, state.leases = set(), {}, Leases()
     state.rings, state.round, state.rounds_done, state.rounds_begun = None, None, 0, 0
     state.since, state.trained, state.averaged = {}, {}, set()
-    state.cuts, state.broken = {}, []
+    state.cuts, state.broken, state.considered, state.considered_s = {}, [], None, event.at_s
     for node in state.nodes.values():
         if node.cluster is not None:
             node.cluster, node.free_since_s = None, event.at_s
@@ -219,6 +221,7 @@ def _lose(state: State, event: on.NodeGone) -> None:
 
 def _plan(state: State, event: on.PlanMade) -> None:
     state.generation = max(state.generation, event.generation)
+    state.considered, state.considered_s = None, event.at_s
     state.counters.plans_made += 1
     for cluster in event.clusters:
         state.clusters[cluster.id] = ClusterRecord(plan=cluster, formed_s=event.at_s, why=cluster.reason)
@@ -270,7 +273,7 @@ def _end(state: State, event: on.ClusterEnded) -> None:
     state.leases.close(event.cluster)
     for counted in (state.since, state.trained):
         counted.pop(event.cluster, None)
-    if event.is_lost:
+    if event.is_lost or event.again:
         state.broken = [*state.broken[1 - _MOST_BROKEN :], event.cluster]
     for name in cluster.plan.members:
         node = state.nodes[name]
