@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.plan.codec import BUSY, ENCODED_BYTES_PER_S, PARTS, LineLoad, choose_codec
+from ravnest.plan.codec import BUSY, PARTS, LineLoad, choose_codec
 from ravnest.rings.codec import CODECS
 
-RATES = st.floats(1e4, 0.99 * ENCODED_BYTES_PER_S)
-LINES = st.lists(st.builds(LineLoad, RATES, st.floats(0, 1e10)), min_size=1, max_size=8)
+LINES = st.lists(st.builds(LineLoad, st.floats(1e4, 1e10), st.floats(0, 1e10)), min_size=1, max_size=8)
 ORDER = list(PARTS)
 
 
@@ -47,7 +46,6 @@ def test_the_reason_names_what_counts() -> None:
     assert choose_codec([line], 6.0) == ("bf16", "a round takes 2.6 s of the 6 s to the next")
     assert choose_codec([line], 2.0) == ("int8", "even so a round takes 1.3 s of the 2 s to the next")
     assert "slowest line carries 1" in choose_codec([LineLoad(1e6)]).reason
-    assert "as fast as numbers encode" in choose_codec([LineLoad(1e9, 1e12)], 0.1).reason
     assert choose_codec([], 1.0).codec == "fp32"
 
 

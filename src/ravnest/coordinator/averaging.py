@@ -25,6 +25,7 @@ from ..core.orders import (
 )
 from ..core.peers import Peer
 from ..net.hub import RelayHub
+from ..plan.codec import LineLoad, choose_codec
 from .clusters import LiveCluster
 from .events import (
     Event,
@@ -74,6 +75,8 @@ class Averaging:
         self._office, self.wishes = office, wishes
         self._laying: asyncio.Task[None] | None = None
         self._tokens: list[str] = []
+        self.averaged: dict[str, Averaged] = {}  # what each node told last of a round
+        self._codec_told = ""
         self.is_last = False  # training is over: what was trained since the last round is averaged
 
     @property
@@ -154,9 +157,26 @@ class Averaging:
         }
         return Average(
             generation=state.rings.generation, round=state.round.number, attempt=state.round.attempt, weights=weights,
-            codec=self.wishes.codec, outer=self.wishes.outer, piece_elements=_piece_elements(state, weights),
+            codec=self._codec(weights), outer=self.wishes.outer, piece_elements=_piece_elements(state, weights),
             within_s=20 * self.wishes.grace_s,
         )  # fmt: skip
+
+    def _codec(self, names: Iterable[str]) -> str:
+        """As the user wishes; else as the lines of these nodes allow, by what the last round took."""
+        if self.wishes.codec != "auto":
+            return self.wishes.codec
+        state = self._office.state
+        rates = [cluster.plan.samples_per_s for cluster in state.training_clusters() if cluster.plan.samples_per_s > 0]
+        between_s = self.wishes.average_every * len(rates) / sum(rates) if rates else None
+        choice = choose_codec([self._load(name) for name in names], between_s or None)
+        if choice.codec != self._codec_told:
+            self._codec_told = choice.codec
+            self._office.note(f"averages travel as {choice.codec}: {choice.reason}")
+        return choice.codec
+
+    def _load(self, name: str) -> LineLoad:
+        rate, told = self._office.state.nodes[name].profile.up_bytes_per_s, self.averaged.get(name)
+        return LineLoad(rate) if told is None else LineLoad(rate, float(max(told.sent_bytes + told.saved_bytes, 0)))
 
     def _tell_participants(self, order: Order) -> None:
         state = self._office.state
@@ -179,6 +199,7 @@ class Averaging:
             case Begun(round=number):
                 record(NodeBegan(at_s, name, number))
             case Averaged(round=number, attempt=attempt, digests=digests):
+                self.averaged[name] = report
                 record(NodeAveraged(at_s, name, number, attempt, digests))
             case NotAveraged(round=number, attempt=attempt, reason=reason, peer=peer):
                 record(NodeNotAveraged(at_s, name, number, attempt, reason[:500], peer[:63]))
