@@ -12,6 +12,7 @@ from ravnest.coordinator.decide import Wishes
 from ravnest.coordinator.state import State, apply
 from ravnest.coordinator.status import Live, Status, status_of
 from ravnest.core.metrics import StageMetrics
+from ravnest.core.orders import Averaged
 from ravnest.net.hub import PairStats
 from tests.coordinator.histories import cluster, connected, history, numbers, planned, state_of
 
@@ -116,3 +117,19 @@ def test_refusals_and_events_are_told_and_bounded() -> None:
 def test_a_status_before_anything_happened() -> None:
     status = through_json(status_of(State(), 100.0, Live()))
     assert (status.run, status.uptime_s, status.nodes, status.clusters) == ("", 0.0, (), ())
+
+
+def test_what_the_last_round_took_is_told_by_cluster() -> None:
+    def told(number: int, sent: int, saved: int, error: float) -> Averaged:
+        return Averaged(
+            round=number, attempt=0, digests={}, seconds=2.0, sent_bytes=sent, saved_bytes=saved, codec_error=error
+        )
+
+    assert status_of(run(), 120.0, Live()).clusters[0].averaged is None
+    nodes = {"attic": told(4, 100, 300, 0.01), "barn": told(4, 50, 150, nan), "away": told(9, 1, 1, 0.0)}
+    averaged = status_of(run(), 120.0, Live(averaged=nodes)).clusters[0].averaged
+    assert averaged is not None
+    assert (averaged.round, averaged.sent_bytes, averaged.saved_bytes, averaged.codec_error) == (4, 150, 450, 0.01)
+    late = status_of(run(), 120.0, Live(averaged={**nodes, "barn": told(3, 50, 150, 0.5)})).clusters[0].averaged
+    assert late is not None
+    assert (late.sent_bytes, late.codec_error) == (100, 0.01)

@@ -6,12 +6,14 @@ import random
 from itertools import pairwise, product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.rings.attempt import Attempt, Key
 from ravnest.rings.codec import CODECS
 from ravnest.rings.digest import digest
+from ravnest.rings.part import codec_error
 from tests.rings.network import Network, RingPlan, mean
 
 
@@ -108,6 +110,20 @@ def test_a_compressed_average_is_within_the_stated_bound(codec: str, num_members
         magnitude = np.full(size, magnitude.max())
     bound = [CODECS[codec].error_bound(num_members, float(m)) + 1e-6 * float(m) for m in magnitude]
     assert np.all(np.abs(results[0] - mean(ring)) <= bound)
+
+
+@pytest.mark.parametrize(
+    ("codec", "least", "most"), [("fp32", 0.0, 0.0), ("bf16", 5e-4, 2.0**-8), ("int8", 2e-3, 2e-2)]
+)
+def test_the_error_that_a_member_tells_is_what_its_codec_lost(codec: str, least: float, most: float) -> None:
+    rng = np.random.default_rng(2)
+    vectors = {m: rng.standard_normal(3000).astype(np.float32) for m in ("a", "b")}
+    ring = RingPlan(0, ("a", "b"), (1.0, 1.0), vectors, codec, 1000)
+    network = Network(ring.members, random.Random(1))
+    for attempt in network.run(Key(0, 0), [ring]).values():
+        assert least <= codec_error([attempt.seats[0].part]) <= most
+    off = network.results["a", 0] - mean(ring)
+    np.testing.assert_allclose(off, -(network.residuals["a", 0] + network.residuals["b", 0]), atol=1e-6)
 
 
 def test_error_feedback_makes_the_mean_of_many_rounds_right() -> None:

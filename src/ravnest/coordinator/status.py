@@ -14,6 +14,7 @@ import msgspec
 
 from ..core.control import NodeProfile
 from ..core.metrics import StageMetrics, bubble
+from ..core.orders import Averaged
 from ..net.hub import PairStats
 from .decide import Wishes
 from .leases import Counts
@@ -21,8 +22,8 @@ from .records import ClusterRecord, LinkRecord, NodeRecord, State
 from .sentences import plain
 
 __all__ = [
-    "ClusterStatus", "EventStatus", "LeaseStatus", "LinkStatus", "Live", "NodeStatus", "RefusalStatus", "RelayStatus",
-    "StageStatus", "Status", "status_of",
+    "AveragedStatus", "ClusterStatus", "EventStatus", "LeaseStatus", "LinkStatus", "Live", "NodeStatus",
+    "RefusalStatus", "RelayStatus", "StageStatus", "Status", "status_of",
 ]  # fmt: skip
 
 _MOST_EVENTS = 100
@@ -82,6 +83,19 @@ class LeaseStatus(_Part, frozen=True):
     waiting: int = 0
 
 
+class AveragedStatus(_Part, frozen=True):
+    """What the last round took a cluster: bytes of all its nodes, the time and the codec's error of the worst of them.
+
+    The error is what the codec lost at a node, and owes the next round, over the averages.
+    """
+
+    round: int
+    seconds: float
+    sent_bytes: int
+    saved_bytes: int
+    codec_error: float
+
+
 class ClusterStatus(_Part, frozen=True):
     id: str
     phase: str
@@ -94,6 +108,7 @@ class ClusterStatus(_Part, frozen=True):
     samples_per_s: float | None
     loss: float | None
     leases: LeaseStatus
+    averaged: AveragedStatus | None = None  # None before the first round
 
 
 class RelayStatus(_Part, frozen=True):
@@ -138,11 +153,15 @@ class Status(_Part, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """What is true at the moment: the latest metrics by cluster and stage, losses and rates by cluster, the relay."""
+    """What is true at the moment: the latest metrics by cluster and stage, losses and rates by cluster, the relay.
+
+    `averaged` is what each node told last of a round.
+    """
 
     metrics: Mapping[tuple[str, int], StageMetrics] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
     samples_per_s: Mapping[str, float] = field(default_factory=dict)
+    averaged: Mapping[str, Averaged] = field(default_factory=dict)
     relay: Sequence[PairStats] = ()
     wishes: Wishes = field(default_factory=Wishes)
 
@@ -232,6 +251,22 @@ def _cluster(state: State, cluster: ClusterRecord, live: Live) -> ClusterStatus:
         samples_per_s=live.samples_per_s.get(plan.id),
         loss=live.losses.get(plan.id),
         leases=_leases(state.leases.of(plan.id)),
+        averaged=_averaged([live.averaged[name] for name in plan.members if name in live.averaged]),
+    )
+
+
+def _averaged(told: Sequence[Averaged]) -> AveragedStatus | None:
+    """Of the latest round that any of them told of. A node may say anything."""
+    number = max((one.round for one in told), default=None)
+    if number is None:
+        return None
+    latest = [one for one in told if one.round == number]
+    return AveragedStatus(
+        round=number,
+        seconds=max((one.seconds for one in latest if isfinite(one.seconds)), default=0.0),
+        sent_bytes=sum(max(one.sent_bytes, 0) for one in latest),
+        saved_bytes=sum(max(one.saved_bytes, 0) for one in latest),
+        codec_error=max((one.codec_error for one in latest if isfinite(one.codec_error)), default=0.0),
     )
 
 

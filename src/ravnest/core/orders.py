@@ -156,6 +156,7 @@ class Averaged(_Message, frozen=True, kw_only=True):
     seconds: float = 0.0
     sent_bytes: int = 0
     saved_bytes: int = 0  # by the codec, of what float32 would have taken
+    codec_error: float = 0.0  # what the codec lost here and owes the next round, over the averages (root mean squares)
 
 
 class NotAveraged(_Message, frozen=True):

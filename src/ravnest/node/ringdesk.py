@@ -24,7 +24,7 @@ from ..rings.averaging import Averaging, Outcome
 from ..rings.digest import digest
 from ..rings.line import AveragingConfig
 from ..rings.outer import Nesterov, step_nesterov
-from ..rings.part import Part, new_residual
+from ..rings.part import Part, codec_error, new_residual
 from ..rings.spec import RingSpec
 from ..runtime.loop import Loop
 from .snapshot import Floats, flatten, unflatten
@@ -207,7 +207,7 @@ class RingDesk:
             codec=order.codec, piece_elements=order.piece_elements,
         )  # fmt: skip
         vector = now.snapshot[ring]
-        if ring not in rings.residuals:
+        if ring not in rings.residuals or not rings.residuals[ring].size:  # the codec may be another than last time
             rings.residuals[ring] = new_residual(spec, vector.size)
         return Part(spec, vector, now.results[ring], rings.residuals[ring])
 
@@ -221,7 +221,7 @@ class RingDesk:
             Averaged(
                 round=order.round, attempt=order.attempt, digests={p.spec.id: digest(p.result) for p in parts},
                 seconds=outcome.seconds, sent_bytes=outcome.sent_bytes,
-                saved_bytes=max(0, plain_bytes - outcome.sent_bytes),
+                saved_bytes=max(0, plain_bytes - outcome.sent_bytes), codec_error=codec_error(parts),
             )
         )  # fmt: skip
 

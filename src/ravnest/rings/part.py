@@ -12,7 +12,8 @@ One thread receives (`room`, then `take`), one sends (`load`, then `sent`); each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,14 +26,21 @@ from ravnest.rings.ring import Phase, Ring, Send, Slot
 from ravnest.rings.spec import RingSpec
 from ravnest.rings.window import Window
 
-__all__ = ["Part", "new_residual"]
+__all__ = ["Part", "codec_error", "new_residual"]
 
-_BLOCK = 2**16  # elements that are worked on together: what was just written is looked at in the cache
+_BLOCK = 2**17  # elements that are worked on together: what was just written is looked at in the cache
 
 
 def new_residual(spec: RingSpec, num_elements: int) -> Floats:
     """What error feedback starts from: zeros; none are needed where nothing is lost."""
     return np.zeros(0 if find_codec(spec.codec).is_lossless else num_elements, np.float32)
+
+
+def codec_error(parts: Sequence[Part]) -> float:
+    """What a codec lost at this member in a round and owes the next, over the averages, both as root mean squares."""
+    lost = sum(_squares(part.residual) for part in parts if not part.codec.is_lossless)
+    whole = sum(_squares(part.result) for part in parts if not part.codec.is_lossless)
+    return math.sqrt(lost / whole) if whole > 0 else 0.0
 
 
 class Part:
@@ -59,6 +67,10 @@ class Part:
     @property
     def result(self) -> Floats:
         return self._result
+
+    @property
+    def residual(self) -> Floats:
+        return self._residual
 
     def begin(self) -> tuple[Send, ...]:
         """What can be sent at once. A ring of one has its result."""
@@ -182,6 +194,10 @@ class Part:
 
     def _bad(self, member: str, who: str) -> BadContribution:
         return BadContribution(self.spec.id, member, f"what {who} is infinite or not a number")
+
+
+def _squares(values: Floats) -> float:
+    return sum(float(np.square(values[block], dtype=np.float64).sum()) for block in _blocks(0, values.size))
 
 
 def _blocks(lo: int, hi: int) -> Iterator[slice]:
