@@ -17,7 +17,7 @@ from benchmarks.rings_wan import add_wan
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--piece-elements", type=int, default=2**18, help="float32 numbers in a piece, for tuning")
+    parser.add_argument("--piece-elements", type=int, default=2**21, help="float32 numbers in a piece, on one host")
     parser.add_argument("--hivemind", metavar="PYTHON", help="a Python that has hivemind")
     options = parser.parse_args()
     report = Report("rings: averaging, algorithm bandwidth (bytes of the vector over seconds)")
