@@ -1,4 +1,4 @@
-"""Averaging: (a) members of one host against gloo.
+"""Averaging: (a) members of one host against gloo, and against hivemind if a Python is given that has it.
 
 (b) clusters that cut the model differently, over home lines, and (c) what training loses meanwhile: `rings_wan` and
 `rings_slowdown`, which can be run alone.
