@@ -5,6 +5,9 @@ So it works on memory only, under a lock that is held for microseconds of arithm
 read, written and waited for outside the lock. (This also costs less than letting OpenSSL do the system
 calls, which it does per record of 16 kB.)
 
+To be woken costs more than to decrypt what came: on a busy core everything must be fetched from memory again. So who
+waits for much is woken when much has arrived.
+
 In TLS 1.3 the dialling side finishes before the other has judged its certificate. So each side then
 says one byte, accepted or refused, and no link exists before both have said yes.
 """
@@ -22,17 +25,21 @@ from typing import Any, TypeAlias, cast
 from ravnest.core.errors import FrameError, HandshakeError
 from ravnest.net.sockets import SocketChannel
 
-__all__ = ["Allowed", "TlsChannel", "shake_hands"]
+__all__ = ["RECORD_BYTES", "Allowed", "TlsChannel", "shake_hands"]
 
 Allowed: TypeAlias = Callable[[str], bool]
 """Whether a node of this name may be at the other end."""
 
 _SLICE_BYTES = 128 * 1024  # encrypted, then sent: stays in the core's cache in between
+_WAKES_BYTES = 256 * 1024  # woken at most so often; more would keep the last of a frame waiting for the core
+RECORD_BYTES = 17 * 1024  # OpenSSL may hold back as much: the beginning of a record
 _ACCEPTED, _REFUSED = b"\x01", b"\x00"
 
 
 class TlsChannel(SocketChannel):
     """A `Channel` over a connected TCP socket; usable once `shake_hands` has run to its end."""
+
+    _held_back_bytes = RECORD_BYTES
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         super().__init__(sock)
@@ -41,6 +48,7 @@ class TlsChannel(SocketChannel):
         self._lock = threading.Lock()  # around the three above
         self._unsent = memoryview(b"")  # of the writing thread
         self._arrived = memoryview(bytearray(_SLICE_BYTES))  # of the reading thread
+        self._wanted_bytes = 0  # what it waits for, after it found nothing
 
     def try_write(self, views: Sequence[memoryview]) -> int:
         """What is encrypted must be sent, so nothing is while the socket has no room."""
@@ -65,15 +73,22 @@ class TlsChannel(SocketChannel):
         return True
 
     def try_read(self, views: Sequence[memoryview]) -> int | None:
+        self._wanted_bytes = 0
         while True:
             got_bytes = self._decrypt(views[0])
             if got_bytes is not None:
                 return got_bytes
             arrived_bytes = super().try_read([self._arrived])
             if not arrived_bytes:
+                self._wanted_bytes = sum(view.nbytes for view in views)
                 return arrived_bytes
             with self._lock:
                 self._incoming.write(self._arrived[:arrived_bytes])
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """What is wanted is still to come, but for what OpenSSL holds back; encrypted it is only more."""
+        self.wake_after(max(1, min(_WAKES_BYTES, self._wanted_bytes - self._held_back_bytes)))
+        return super().wait_readable(timeout_s)
 
     def try_handshake(self) -> bool:
         """Go as far as what has arrived allows; true when the handshake is done."""

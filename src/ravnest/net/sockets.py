@@ -32,6 +32,7 @@ class SocketChannel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
+        self._wakes_bytes = 1  # so many must have arrived before a wait for them ends
 
     def try_write(self, views: Sequence[memoryview]) -> int:
         try:
@@ -55,6 +56,13 @@ class SocketChannel:
 
     def wait_readable(self, timeout_s: float) -> bool:
         return wait_ready(self._sock, selectors.EVENT_READ, timeout_s)
+
+    def wake_after(self, num_bytes: int) -> None:
+        """Let waits to read end only when so much has arrived, where the system can do that; or at the end."""
+        if num_bytes != self._wakes_bytes:
+            self._wakes_bytes = num_bytes
+            with contextlib.suppress(OSError):  # Windows knows the option and refuses it: woken more often, not wrong
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def shutdown(self) -> None:
         with contextlib.suppress(OSError):  # the peer was first; those who wait have been woken by that

@@ -1,0 +1,147 @@
+"""Waits on a TLS channel: who waits for much is woken when much has come, and never waits for what nobody will send."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ravnest.net.handshake import TlsChannel, shake_hands
+from ravnest.net.tls import tls_context, tune
+from tests.net.kinds import DEADLINE_S, Members
+
+pytestmark = pytest.mark.timeout(20)
+
+MUCH, LITTLE = 100_000, 30_000  # bytes; a connection holds both, whoever reads
+
+
+class Wire:
+    """Two connections, and what carries bytes from one to the other: as many at a time as a test wants."""
+
+    def __init__(self) -> None:
+        (self.near, self._left), (self._right, self.far) = _connection(), _connection()
+
+    def carry(self, num_bytes: int) -> int:
+        """From near to far, at most so many; how many there were."""
+        return _carry(self._left, self._right, num_bytes)
+
+    def carry_back(self) -> None:
+        _carry(self._right, self._left, 2**20)
+
+    def cut(self) -> None:
+        self._right.close()
+
+    def close(self) -> None:
+        for sock in (self.near, self._left, self._right, self.far):
+            sock.close()
+
+
+def _connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), timeout=DEADLINE_S)
+        far, _ = server.accept()
+    for sock in (near, far):
+        tune(sock)
+        sock.setblocking(False)
+    return near, far
+
+
+def _carry(source: socket.socket, target: socket.socket, num_bytes: int) -> int:
+    with contextlib.suppress(BlockingIOError):
+        data = source.recv(num_bytes)
+        target.sendall(data)
+        return len(data)
+    return 0
+
+
+@contextlib.contextmanager
+def channels(members: Members) -> Iterator[tuple[TlsChannel, TlsChannel, Wire]]:
+    """Both ends of one link, in one thread."""
+    wire = Wire()
+    near = TlsChannel(wire.near, tls_context(members["left"], server_side=False), server_side=False)
+    far = TlsChannel(wire.far, tls_context(members["right"], server_side=True), server_side=True)
+    greetings = [shake_hands(end, lambda name: True) for end in (near, far)]
+    try:
+        while greetings:
+            greetings = [greeting for greeting in greetings if next(greeting, None) is not None]
+            wire.carry(2**20)
+            wire.carry_back()
+        yield near, far, wire
+    finally:
+        wire.close()
+
+
+def write(channel: TlsChannel, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[channel.try_write([left]) :]
+    assert channel.try_flush()
+
+
+def carry_all(wire: Wire) -> None:
+    while wire.carry(2**20):
+        pass
+
+
+def test_little_wakes_nobody_who_waits_for_much(members: Members) -> None:
+    data, found = bytes(range(250)) * (MUCH // 250), bytearray(MUCH)
+    with channels(members) as (near, far, wire):
+        assert far.try_read([memoryview(found)]) is None
+        write(near, data)
+        wire.carry(LITTLE)
+        assert not far.wait_readable(0.0)
+        carry_all(wire)
+        assert far.wait_readable(0.0)
+        assert far.try_read([memoryview(found)]) == MUCH
+        assert found == data
+
+
+def test_little_wakes_who_waits_for_little(members: Members) -> None:
+    found = bytearray(16)
+    with channels(members) as (near, far, wire):
+        assert far.try_read([memoryview(bytearray(MUCH))]) is None
+        assert not far.wait_readable(0.0)  # the wait before was for much
+        assert far.try_read([memoryview(found)]) is None
+        write(near, b"a short message.")
+        carry_all(wire)
+        assert far.wait_readable(0.0)
+        assert far.try_read([memoryview(found)]) == 16
+        assert found == b"a short message."
+
+
+def test_the_end_wakes_who_waits_for_much(members: Members) -> None:
+    with channels(members) as (_, far, wire):
+        assert far.try_read([memoryview(bytearray(MUCH))]) is None
+        wire.cut()
+        assert far.wait_readable(DEADLINE_S)
+        assert far.try_read([memoryview(bytearray(MUCH))]) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    written=st.lists(st.integers(1, 30_000), min_size=1, max_size=5),
+    carried=st.lists(st.integers(1, 40_000), max_size=10),
+)
+def test_no_wait_is_for_more_than_is_sent(written: list[int], carried: list[int], members: Members) -> None:
+    """Whatever records the bytes travel in, and wherever they are cut on the way."""
+    data = b"".join(bytes([i]) * size for i, size in enumerate(written))
+    found = memoryview(bytearray(len(data)))
+    with channels(members) as (near, far, wire):
+        at = 0
+        for size in written:
+            write(near, data[at : at + size])
+            at += size
+        at = 0
+        for size in carried:
+            wire.carry(size)
+            if at < len(data):
+                at += far.try_read([found[at:]]) or 0
+        carry_all(wire)
+        while at < len(data):
+            assert far.wait_readable(0.0), f"the last {len(data) - at} bytes are there and wake nobody"
+            at += far.try_read([found[at:]]) or 0
+        assert found == data
