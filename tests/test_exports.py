@@ -36,6 +36,7 @@ def test_commands_and_flags() -> None:
     }
     assert flags == {
         "demo": ["--debug", "--folder", "--nodes", "--seed", "--steps"],
+        "export": ["--debug", "--job", "--to", "run"],
         "join": ["--data-dir", "--debug", "--max-upload", "--memory", "--name", "--port", "--threads", "ticket"],
         "kick": ["--debug", "--reason", "--run", "node"],
         "plan": [
@@ -51,11 +52,11 @@ def test_commands_and_flags() -> None:
         ],
         "ticket": ["--debug", "--run", "--uses", "--valid"],
         "train": [
-            "--accumulate", "--advertise", "--autocast", "--average-every", "--codec", "--compression",
-            "--coordinator", "--cores", "--debug", "--epochs", "--folder", "--listen", "--local", "--max-staleness",
-            "--memory", "--microbatch", "--min-nodes", "--min-stages", "--mode", "--outer", "--recompute", "--seed",
-            "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait",
-            "--whole", "job",
+            "--accumulate", "--advertise", "--autocast", "--average-every", "--checkpoint-every", "--codec",
+            "--compression", "--coordinator", "--cores", "--debug", "--epochs", "--folder", "--keep-checkpoints",
+            "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes", "--min-stages",
+            "--mode", "--outer", "--recompute", "--replicas", "--resume", "--seed", "--spares", "--speeds", "--steps",
+            "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait", "--whole", "job",
         ],
     }  # fmt: skip
 

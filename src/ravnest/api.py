@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,19 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from .checkpoints import Checkpoint
+from .core.config import require
 from .core.metrics import StageMetrics
 from .data import Batches
-from .graph import trace
+from .graph import Program, trace
 from .graph.batch import batch_size_of, flatten, split_batch
+from .keeping import CheckpointWishes
 from .local import LocalRun, Work
 from .localplan import LocalPlan, Wishes, plan_local
 from .localrate import Cores
 from .profile.mix import Workload
 from .progress import Show
+from .resuming import check_same, describe, open_checkpoint, plan_as_before
 from .runtime.optimizers import AdamW, Optimizer
 from .runtime.settings import Settings
 from .training import Training, num_cores
@@ -49,34 +53,62 @@ class Job:
     validation: Iterable[Any] | None = None
     name: str = "run"
     training: Training = field(default_factory=Training)
+    source: Path | None = None  # the file that defines it, if one does
 
     def train(self, training: Training | None = None, *, show: Show | None = None, **changes: Any) -> Run:
         """Train, here or on whoever joins, and wait for the end. `changes` are fields of `Training`."""
         how = Training(**{**vars(training or self.training), **changes})
+        shown = show or Show()
         if how.listens:
             from .onfleet import train_on_fleet  # which needs all that a coordinator needs
 
-            return train_on_fleet(self, how, show or Show())
+            return train_on_fleet(self, how, shown)
         batches = Batches(self.data)
         program = trace(self.model, self.loss, batches.first)
+        start = None
+        if how.resume is not None:
+            start = open_checkpoint(how.resume, how.folder, shown)
+            require(
+                changes.get("seed", start.manifest.seed) == start.manifest.seed,
+                f"the run has seed {start.manifest.seed}, which cannot be changed",
+            )
+            how = replace(how, seed=start.manifest.seed)
         plan = plan_local(program, self.optimizer, how.correction, self._wishes(how, batches.first))
-        folder = new_folder(how.folder, self.name)
+        if start is not None:
+            plan = self._go_on(start, program, plan, batches, shown, plan_anew=how.memory is not None)
+        folder = new_folder(how.folder, self.name) if start is None else resumed_folder(how.folder, start)
         plan.write(folder / "plan.json")
+        if self.source is not None:
+            (folder / "job.txt").write_text(f"{self.source.resolve()}\n")  # for `ravnest export`
         settings = self.settings(how)
         work = Work(
             program=program, stages=plan.stages, names=[p.node for p in plan.plans], rules=plan.rules,
             settings=settings, threads=how.num_threads, max_batch=plan.max_microbatch, folder=folder,
-            cores=how.core_of,
+            cores=how.core_of, about=describe(program, self.optimizer, plan, how.seed), start=start,
+            checkpoints=CheckpointWishes(every=how.checkpoint_every, keep=how.keep_checkpoints),
         )  # fmt: skip
-        shown = show or Show()
         shown.planned(plan)
-        run = LocalRun(work, shown.update)
+        run = LocalRun(work, shown)
         validate = self.validate(how)
         try:
             run.run(limited(batches, how.epochs), how.steps, validate, how.validate_every)
         finally:
             shown.close()
         return Run(folder, plan, run.losses, run.evaluations, dict(run.progress.stages), run.progress.samples_per_s)
+
+    def _go_on(
+        self, start: Checkpoint, program: Program, plan: LocalPlan, batches: Batches, show: Show, *, plan_anew: bool
+    ) -> LocalPlan:
+        """Check that the checkpoint fits, pass over the batches that were used, and plan as the run was planned."""
+        for sentence in check_same(start, program, self.optimizer):
+            show.told(sentence)
+        if not plan_anew:
+            plan, sentence = plan_as_before(plan, program, start.manifest)
+            show.told(sentence)
+        if start.manifest.batches:
+            show.told(f"passing over {start.manifest.batches} batches of the data, which were used before")
+            batches.skip(start.manifest.batches)
+        return plan
 
     def settings(self, how: Training) -> Settings:
         return Settings(
@@ -152,6 +184,13 @@ def new_folder(folder: Path | str | None, name: str) -> Path:
             continue
         return path.resolve()
     raise ValueError(f"{base} and a thousand like it exist already")
+
+
+def resumed_folder(folder: Path | str | None, start: Checkpoint) -> Path:
+    """The run's own folder, or another that was asked for."""
+    if folder is None or Path(folder).resolve() == start.run:
+        return start.run
+    return new_folder(folder, "")
 
 
 class _Epochs(Batches):

@@ -77,6 +77,13 @@ def train(
     ] = None,
     codec: Annotated[str | None, typer.Option(help="Of averages on links: fp32, bf16 or int8.")] = None,
     outer: Annotated[str | None, typer.Option(help="What becomes of an average: plain or nesterov.")] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --listen: copies of a stage on other nodes; 1 if one cluster is alone."),
+    ] = None,
+    spares: Annotated[
+        int | None, typer.Option(min=0, help="With --listen: nodes held back, to take the place of others.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates; one batch of the data is one step.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
@@ -95,6 +102,11 @@ def train(
     autocast: Annotated[str | None, typer.Option(help="none or bf16.")] = None,
     compression: Annotated[str | None, typer.Option(help="Of activations on links: none, bf16, int8.")] = None,
     validate_every: Annotated[int | None, typer.Option(min=0, help="Steps between evaluations.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints.")] = None,
+    keep_checkpoints: Annotated[int | None, typer.Option(min=1, help="How many checkpoints are kept; 3.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on from a run's newest checkpoint, or from the one named.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed and plan give the same weights, bit for bit.")] = None,
     folder: Folder = None,
     debug: Debug = False,
@@ -104,6 +116,8 @@ def train(
     Example: `ravnest train job.py --local 4 --steps 1000 --memory 1GB,1GB,2GB,2GB`
 
     Example: `ravnest train job.py --listen :7700 --min-nodes 5`, and `ravnest join TICKET` on five PCs
+
+    Example: `ravnest train job.py --resume runs/mine --steps 2000`, where it had `--checkpoint-every 100`
 
     Ctrl-C ends after the step that is being fed, and saves.
     """
@@ -118,12 +132,36 @@ def train(
         "wait_s": None if wait is None else parse_seconds(wait), "advertise": advertise, "ticket_valid": ticket_valid,
         "ticket_uses": ticket_uses, "coordinator": coordinator, "whole": whole,
         "min_stages": min_stages, "average_every": average_every, "codec": codec, "outer": outer,
+        "replicas": replicas, "spares": spares,
         "steps": steps, "epochs": epochs, "microbatch": microbatch,
         "accumulate": accumulate, "mode": mode, "max_staleness": max_staleness, "memory": memory, "threads": threads,
         "cores": cores, "speeds": speeds, "recompute": recompute, "autocast": autocast, "compression": compression,
-        "validate_every": validate_every, "seed": seed, "folder": folder,
+        "validate_every": validate_every, "checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints,
+        "resume": resume, "seed": seed, "folder": folder,
     }  # fmt: skip
-    run_job(load_job(job), {name: value for name, value in given.items() if value is not None})
+    loaded = load_job(job)
+    loaded.job.source = job
+    run_job(loaded, {name: value for name, value in given.items() if value is not None})
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of one of its checkpoints.")],
+    to: Annotated[
+        str, typer.Option(metavar="PATH", help="A file NAME.safetensors, or a folder for a model of transformers.")
+    ],
+    job: Annotated[Path | None, typer.Option(help="For a folder: the job's file, if the run does not know it.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a run's weights for use elsewhere: a file for `load_state_dict`, or a folder for `from_pretrained`.
+
+    They are those of the final model, or of the newest checkpoint if that has seen more steps.
+
+    Example: `ravnest export runs/mine --to model.safetensors`
+    """
+    from .exporting import export as write
+
+    Console().print(write(run, to, job), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -1,33 +1,36 @@
 """A training run on this machine: feeds a crew of workers, follows what they report, and keeps what they made.
 
 The run folder has `plan.json` (who does what), `metrics.jsonl` (a line per update and per evaluation), a log per node,
-and at the end `model.safetensors`. This process holds batches and losses, never activations or optimizer state.
+`checkpoints` if they are wanted, and at the end `model.safetensors`. This process holds batches and losses, never
+activations or optimizer state.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 from torch import Tensor
 
+from .checkpoints import Checkpoint, Manifest
 from .core.errors import NotFinite, RavnestError
 from .core.messages import Evaluate, Forward
 from .core.metrics import StageMetrics
 from .core.orders import EndAfter, Evaluated, Lost, Ready, Save, Saved, Updated
 from .core.schedule import Rule
 from .crew import Acknowledged, Crew, Reported
-from .data import Batches, pieces
+from .data import Batches, Microbatches
 from .graph import Program, Stage, dump
 from .interrupt import Interrupt
-from .modelfile import gather, write_first_weights
+from .keeping import CheckpointWishes, Keeping
+from .metricsfile import MetricsFile
+from .modelfile import gather, unused_tensors, write_first_weights
 from .node.orders import Assign
-from .progress import Progress
+from .progress import Progress, Show
 from .record import Record, Values
 from .runtime.freight import Freight
 from .runtime.roles import roles
@@ -50,27 +53,42 @@ class Work:
     threads: int
     max_batch: int
     folder: Path
+    about: Manifest
     cores: Sequence[int] | None = None
     patience_s: float = 600.0
+    checkpoints: CheckpointWishes = field(default_factory=CheckpointWishes)
+    start: Checkpoint | None = None  # to go on from
+
+    @property
+    def first(self) -> int:
+        """How many steps there have been."""
+        return 0 if self.start is None else self.start.step
 
 
 class LocalRun:
-    """Feeds, follows, saves. `show` is called after every update."""
+    """Feeds, follows, saves. `show` is told of every update."""
 
-    def __init__(self, work: Work, show: Callable[[Progress], None]) -> None:
+    def __init__(self, work: Work, show: Show) -> None:
         self.work, self.show = work, show
-        self.progress = Progress()
+        self.progress = Progress(step=work.first)
         self.losses: list[float] = []
         self._freight = Freight(work.program.inputs, "none", max_batch=work.max_batch)
-        self._batched = [bool(v.shape) and isinstance(v.shape[0], tuple) for v in work.program.inputs]
         self._accumulate = work.rules[0].accumulate
-        self._record = Record([v.name for v in work.program.outputs], self._accumulate, len(work.stages))
+        self._microbatches = Microbatches(work.program, self._accumulate, work.max_batch)
+        labels = [v.name for v in work.program.outputs]
+        self._record = Record(labels, self._accumulate, len(work.stages), first=work.first)
         self.evaluations = self._record.evaluations
-        self._fed = self._acknowledged = self._samples = 0
+        self._fed = self._acknowledged = work.first * self._accumulate
+        self._samples = 0
         self._ready: set[int] = set()
         self._saved: set[int] = set()
         self._stop = Interrupt()
         self._began = 0.0
+        self._is_log_full = False
+        self._keeping: Keeping | None = None
+        if work.checkpoints.every:
+            unused = unused_tensors(work.program, work.settings.seed)
+            self._keeping = Keeping(work.folder, work.checkpoints, work.about, len(work.stages), unused)
 
     def run(
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, validate_every: int
@@ -82,7 +100,8 @@ class LocalRun:
         """
         work = self.work
         try:
-            with Crew(work.names, work.folder) as crew, (work.folder / "metrics.jsonl").open("w") as log:
+            metrics = MetricsFile(work.folder / "metrics.jsonl", after=work.first)
+            with Crew(work.names, work.folder) as crew, metrics as log:
                 self._crew, self._log = crew, log
                 crew.start([dump(s) for s in work.stages], self._assigns())
                 self._until(lambda: len(self._ready) == len(work.stages), _START_S)
@@ -91,6 +110,8 @@ class LocalRun:
                     wrong = self._feed_all(batches, steps, validate, validate_every)
                     self._finish(None if wrong else validate)
         finally:
+            if self._keeping is not None:
+                self._keeping.close()
             for path in work.folder.glob(".*.safetensors"):
                 path.unlink(missing_ok=True)
         if wrong is not None:
@@ -104,11 +125,14 @@ class LocalRun:
             Assign(
                 settings=work.settings, rule=rule, role=role, max_batch=work.max_batch, threads=work.threads,
                 core=work.cores[stage.index] if work.cores else -1, weights=self._first_weights(stage),
+                begin=work.first, state=() if work.start is None else tuple(map(str, work.start.paths)),
             )
             for stage, rule, role in zip(work.stages, work.rules, given, strict=True)
         ]  # fmt: skip
 
     def _first_weights(self, stage: Stage) -> str:
+        if self.work.start is not None:
+            return ""
         path = self.work.folder / f".first-{stage.index}.safetensors"
         return str(path) if write_first_weights(self.work.program, stage, path) else ""
 
@@ -116,7 +140,7 @@ class LocalRun:
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
     ) -> Exception | None:
         """Feed until the end; what went wrong with the user's data, if anything did."""
-        window = 0
+        window = self.work.first
         while (steps is None or window < steps) and self._record.bad is None and not self._stop.asked:
             try:
                 if validate is not None and every and window and window % every == 0:
@@ -124,36 +148,32 @@ class LocalRun:
                 batch = batches.next()
                 if batch is None:
                     break
-                parts = self._parts(batch)
+                parts = self._microbatches.of(batch)
             except RavnestError:
                 raise
             except Exception as error:  # the user's own iterator, or a batch that does not fit
                 return error
-            self._feed(window, parts)
+            self._order_checkpoint(window, steps)
+            self._feed(parts)
             window += 1
         return None
 
-    def _parts(self, batch: Any) -> list[list[Tensor]]:
-        """A batch in microbatches that the workers expect."""
-        parts = pieces(self.work.program.feed(batch), self._batched, self._accumulate)
-        if (largest := max(map(self._size, parts))) > self.work.max_batch:
-            raise ValueError(
-                f"a batch has microbatches of {largest} samples, the first had {self.work.max_batch}: "
-                "no batch may be larger than the first"
-            )
-        return parts
-
-    def _feed(self, window: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Send one window. One with fewer samples than microbatches is filled up with the last, at no weight."""
-        sizes = [self._size(part) for part in parts]
-        missing = self._accumulate - len(parts)
-        shares = [size / sum(sizes) for size in sizes] + [0.0] * missing
-        for part, share in zip([*parts, *[parts[-1]] * missing], shares, strict=True):
+    def _feed(self, parts: Sequence[tuple[Sequence[Tensor], float]]) -> None:
+        """Send one window."""
+        for part, share in parts:
             self._record.fed(self._fed, share)
             self._until(lambda: self._fed - self._acknowledged < self._ahead or self._record.bad is not None)
-            self._crew.feed(Forward(self._fed, self._size(part), share), self._freight, part)
+            self._crew.feed(Forward(self._fed, self._microbatches.size(part), share), self._freight, part)
             self._fed += 1
-        self._samples += sum(sizes)
+            self._samples += self._microbatches.size(part) if share else 0
+
+    def _order_checkpoint(self, window: int, steps: int | None) -> None:
+        """Before a window is fed that the next checkpoint depends on, so that no stage can be past its update."""
+        every = self.work.checkpoints.every
+        if self._keeping is not None and (window % every == 0 or window == self.work.first):
+            step = (window // every + 1) * every
+            if steps is None or step <= steps:
+                self._tell_each(self._keeping.order(step, batches=step))
 
     @property
     def _ahead(self) -> int:
@@ -164,21 +184,15 @@ class LocalRun:
         """Send held-out batches through, a few at a time."""
         evaluation = self._record.begin_evaluation(step)
         for batch in batches:
-            leaves = self.work.program.feed(batch)
-            for part in pieces(leaves, self._batched, -(-self._size(leaves) // self.work.max_batch)):
+            for part in self._microbatches.held_out(batch):
                 self._until(lambda: evaluation.num_waiting < self._ahead or self._record.bad is not None)
                 if self._record.bad is not None or (self._stop.asked and not fresh):
                     break
-                self._crew.feed(
-                    Evaluate(evaluation.first + evaluation.sent, self._size(part), fresh), self._freight, part
-                )
+                number, size = evaluation.first + evaluation.sent, self._microbatches.size(part)
+                self._crew.feed(Evaluate(number, size, fresh), self._freight, part)
                 evaluation.sent += 1
         evaluation.is_all_sent = True
         self._evaluated(self._record.conclude(evaluation))
-
-    def _size(self, leaves: Sequence[Tensor]) -> int:
-        """How many samples a batch has."""
-        return len(next(t for t, is_batched in zip(leaves, self._batched, strict=True) if is_batched))
 
     def _until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Handle events until something is so."""
@@ -197,8 +211,11 @@ class LocalRun:
                 self._updated(metrics)
             case Reported(report=Evaluated(number=number, batch=batch, values=values)):
                 self._evaluated(self._record.evaluated(number, batch, values))
-            case Reported(report=Saved(stage=stage)):
-                self._saved.add(stage)
+            case Reported(report=Saved(stage=stage, updates=step, failure=failure)):
+                if self._keeping is not None and self._keeping.expects(step):
+                    self._keeping.saved(stage, step, failure)
+                else:
+                    self._saved.add(stage)
 
     def _lost(self, microbatch: int, values: Values) -> None:
         if self._record.lost(microbatch, values):
@@ -217,24 +234,37 @@ class LocalRun:
         self.losses.append(means[0])
         self._write({"step": progress.step, "loss": means[0], **progress.metrics, "seconds": self._seconds(),
                      "stages": [msgspec.structs.asdict(m) for m in progress.stages.values()]})  # fmt: skip
-        self.show(progress)
+        self.show.update(progress)
+        self._tell_news()
 
     def _evaluated(self, found: dict[str, float] | None) -> None:
         if found is None:
             return
         self.progress.validation = {name: value for name, value in found.items() if name != "step"}
         self._write({"evaluation": found["step"], **self.progress.validation, "seconds": self._seconds()})
-        self.show(self.progress)
+        self.show.update(self.progress)
 
     def _seconds(self) -> float:
-        return round(time.monotonic() - self._began, 3)
+        return round(self._log.seconds + time.monotonic() - self._began, 3)
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._log.write(json.dumps(line) + "\n")
-        self._log.flush()
+        try:
+            self._log.write(line)
+        except OSError as error:
+            if not self._is_log_full:
+                self.show.told(f"metrics.jsonl cannot be written, training goes on: {error}")
+            self._is_log_full = True
+
+    def _tell_news(self) -> None:
+        for sentence in self._keeping.news() if self._keeping is not None else ():
+            self.show.told(sentence)
+
+    def _tell_each(self, orders: Sequence[Save]) -> None:
+        for index, order in enumerate(orders):
+            self._crew.tell_one(index, order)
 
     _crew: Crew
-    _log: IO[str]
+    _log: MetricsFile
 
     def _finish(self, validate: Callable[[], Sequence[Any]] | None) -> None:
         """Let what was fed come to its end, evaluate, and gather the weights."""
@@ -247,7 +277,8 @@ class LocalRun:
         elif validate is not None and end:
             self._evaluate(validate(), step=end, fresh=True)
             self._until(lambda: not self._record.is_evaluating or self._record.bad is not None)
-        self._save()
+        self._keep_last(end)
+        self._save(end)
         if self._record.bad is not None:
             raise NotFinite(
                 f"the loss is not a finite number in step {end + 1}, batch {end}, microbatch {self._record.bad}: "
@@ -255,10 +286,23 @@ class LocalRun:
                 "Try a smaller learning rate, warm-up or clip_norm, and look at that batch"
             )
 
-    def _save(self) -> None:
+    def _keep_last(self, end: int) -> None:
+        """The last state is a checkpoint too, so that the run can be gone on with."""
+        keeping = self._keeping
+        if keeping is None:
+            return
+        keeping.forget_after(end)
+        self._until(lambda: not keeping.is_waiting)
+        keeping.join()
+        if end > self.work.first and keeping.newest != end:
+            self._tell_each(keeping.order(end, batches=end, now=True))
+            self._until(lambda: not keeping.is_waiting)
+            keeping.join()
+        self._tell_news()
+
+    def _save(self, step: int) -> None:
         folder, stages = self.work.folder, self.work.stages
         parts = [folder / f".part-{stage.index}.safetensors" for stage in stages]
-        for stage, part in zip(stages, parts, strict=True):
-            self._crew.tell_one(stage.index, Save(str(part)))
+        self._tell_each([Save(str(part)) for part in parts])
         self._until(lambda: len(self._saved) == len(stages))
-        gather(self.work.program, stages, parts, folder / "model.safetensors", self.work.settings.seed)
+        gather(self.work.program, stages, parts, folder / "model.safetensors", self.work.settings.seed, step=step)

@@ -12,7 +12,7 @@ from .graph import Program, Stage, stage_weights, write_weights
 from .graph.program import State
 from .graph.weights import iterate_weights, replay
 
-__all__ = ["gather", "write_first_weights"]
+__all__ = ["gather", "unused_tensors", "write_first_weights"]
 
 
 def write_first_weights(program: Program, stage: Stage, path: Path) -> bool:
@@ -26,12 +26,14 @@ def write_first_weights(program: Program, stage: Stage, path: Path) -> bool:
     return True
 
 
-def gather(program: Program, stages: Sequence[Stage], parts: Sequence[Path], path: Path, seed: int) -> None:
+def gather(
+    program: Program, stages: Sequence[Stage], parts: Sequence[Path], path: Path, seed: int, *, step: int = 0
+) -> None:
     """One file with the model's names out of the stages' files, a tensor at a time. What no stage uses is kept."""
     contents = {s.target: s for s in (*program.state, *program.idle) if s.persistent}
-    idle = _idle_tensors(program, [s for s in program.idle if s.persistent], seed)
-    with write_weights(path, contents.values(), {"ties": json.dumps(dict(program.ties))}) as writer:
-        for name, tensor in idle.items():
+    metadata = {"ties": json.dumps(dict(program.ties)), "step": str(step)}
+    with write_weights(path, contents.values(), metadata) as writer:
+        for name, tensor in unused_tensors(program, seed).items():
             writer.write(name, tensor)
         for stage, part in zip(stages, parts, strict=True):
             for name, tensor in iterate_weights(stage, part):
@@ -39,7 +41,9 @@ def gather(program: Program, stages: Sequence[Stage], parts: Sequence[Path], pat
                     writer.write(name, tensor)
 
 
-def _idle_tensors(program: Program, idle: Sequence[State], seed: int) -> dict[str, Tensor]:
+def unused_tensors(program: Program, seed: int) -> dict[str, Tensor]:
+    """What the model has and no stage uses."""
+    idle: list[State] = [s for s in program.idle if s.persistent]
     tensors = {s.target: program.tensors[s.target] for s in idle}
     if program.log is None or not idle:
         return {name: tensor.detach() for name, tensor in tensors.items()}

@@ -131,7 +131,7 @@ def train(
         thread.join(20)
     if pipe.errors:
         raise pipe.errors[0]
-    assert finished, f"stuck: {[(m.stage, m.updates) for m in pipe.metrics.values()]}"
+    assert finished, f"stuck: {[(loop.schedule.updates, loop.schedule.next()) for loop in loops]}, {pipe.losses}"
     for loop in loops:
         pipe.weights.update({n: t.detach().clone() for n, t in loop.trainer.weights().items()})
     pipe.states = [saved[i] for i in sorted(saved)]

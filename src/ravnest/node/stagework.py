@@ -34,7 +34,7 @@ from ..runtime.statefile import read_state, write_state
 from ..runtime.trainer import Trainer, squares
 from ..runtime.windows import Windows
 from .orders import Assign
-from .ports import Port, Wall
+from .ports import Feed, Port, Wall
 
 __all__ = ["StageWork", "Tell", "failure_of"]
 
@@ -57,18 +57,23 @@ class StageWork:
         pace: Pace | None = None,
         *,
         begin: StageState | None = None,
+        is_fed: bool = False,
     ) -> None:
-        """`begin` is a state in memory to go on from, which is taken over; else the assignment says what there is."""
+        """`begin` is a state in memory to go on from, which is taken over; else the assignment says what there is.
+
+        `is_fed`: before this stage is a coordinator, without which it trains on as long as it has something to train.
+        """
         self._tell, self._inbox = tell, Inbox()
         self._writing: threading.Thread | None = None
         self._is_writing = False
         self._freights = Freights.of(stage, assign.settings.compression, assign.max_batch)
 
-        def port(link: Link, expected: dict[type, Freight]) -> Port:
-            breaks = self.breaks(f"the link to {link.peer}")
-            return Port(link, self._inbox, expected, assign.role.tied, breaks, assign.settings.patience_s, pace)
+        def port(link: Link, expected: dict[type, Freight], *, is_feed: bool = False) -> Port:
+            breaks = self._feed_breaks if is_feed else self.breaks(f"the link to {link.peer}")
+            kind = Feed if is_feed else Port
+            return kind(link, self._inbox, expected, assign.role.tied, breaks, assign.settings.patience_s, pace)
 
-        self._before = port(before, {Forward: self._freights.inputs})
+        self._before = port(before, {Forward: self._freights.inputs}, is_feed=is_fed)
         self._after = Wall() if after is None else port(after, {Backward: self._freights.gradients_in})
         self._observer = _Observer(tell, (self._before, self._after))
         try:
@@ -128,6 +133,10 @@ class StageWork:
 
         return on_error
 
+    def _feed_breaks(self, error: Exception) -> None:
+        gone = LinkClosed(f"the coordinator is gone, and all that was to be trained is trained: {error}")
+        self._inbox.call(lambda loop: loop.end_with(gone))
+
     def close(self, *, flush_s: float) -> None:
         """End the links, both at once."""
         closing = threading.Thread(target=self._after.close, args=(flush_s,), daemon=True)
@@ -143,7 +152,7 @@ class StageWork:
         def begin(loop: Loop) -> None:
             updates = loop.schedule.updates
             if self._is_writing:  # one copy of all that was learnt takes memory enough
-                self._tell(Saved(loop.index, updates, "the state that was asked for before is still being written"))
+                self._tell(Saved(loop.index, updates, "the state before is still being written", is_state=True))
                 return
             state = loop.trainer.state(whole=order.state == "whole")
             self._is_writing = True
@@ -158,11 +167,12 @@ class StageWork:
                 failure = str(error)[:1000] or type(error).__name__
             self._is_writing = False
             with contextlib.suppress(LinkError):  # who asked may be gone
-                self._tell(Saved(loop.index, state.updates, failure))
+                self._tell(Saved(loop.index, state.updates, failure, is_state=True))
 
         updates = loop.schedule.updates
         if not loop.at_update(updates if order.at < 0 else order.at, begin):
-            self._tell(Saved(loop.index, order.at, f"update {order.at} is past: there have been {updates}"))
+            failure = f"update {order.at} is past: there have been {updates}"
+            self._tell(Saved(loop.index, order.at, failure, is_state=True))
 
     def _make_loop(self, stage: Stage, assign: Assign, limits: Limits, begin: StageState | None) -> Loop:
         settings, is_leaf = assign.settings, stage.index == stage.count - 1
