@@ -6,7 +6,10 @@ beside ours and is no check. hivemind runs in a Python of its own, which is give
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import statistics
 import subprocess
 
@@ -57,7 +60,14 @@ def add_hivemind(report: Report, python: str, *, quick: bool) -> None:
 
 def _measure(python: str, num_members: int, megabytes: int, turns: int) -> list[float]:
     command = [python, "-c", _CHILD, *map(str, (num_members, megabytes, turns))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(f"hivemind: {done.stderr[-1500:]}")
-    return [float(s) for s in json.loads(done.stdout.splitlines()[-1])]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        told, errors = process.communicate(timeout=_TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has processes of its own, which would outlive it
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise RuntimeError(f"hivemind: {errors[-1500:]}")
+    return [float(s) for s in json.loads(told.splitlines()[-1])]

@@ -134,7 +134,7 @@ def test_a_member_is_not_done_before_all_that_it_lent_was_taken() -> None:
         far.send(Piece(0, 0, 0, Phase.GATHER, 0, 0, at=0), deadline_s=DEADLINE_S)
         failure = running.result(DEADLINE_S).failed[0]
         assert failure.member == "b"
-        assert "had not taken" in failure.why
+        assert "had not taken all that was lent" in failure.why
 
 
 @pytest.mark.parametrize(

@@ -246,4 +246,6 @@ def _awaited(seat: Seat) -> tuple[str, str]:
         return spec.after, f"{spec.after} was not there yet"
     if slot is not None:
         return spec.before, f"{spec.before} had not sent piece {slot.number} of {slot.phase.name.lower()} {slot.step}"
-    return spec.after, f"{spec.after} had not taken the last {max(seat.part.ring.num_unsent, 1)} pieces"
+    if seat.part.ring.num_unsent == 0:
+        return spec.after, f"{spec.after} had not taken all that was lent to it"
+    return spec.after, f"{spec.after} had not taken the last {seat.part.ring.num_unsent} pieces"
