@@ -88,6 +88,12 @@ class Zeros:
 
     def ended(self, cluster: str, reason: str, *, is_lost: bool) -> None: ...
 
+    def learnt(self) -> int:
+        return 0
+
+    def state_path(self, cluster: str, stage: int, updates: int) -> Path | None:
+        return None
+
     def weights_path(self, cluster: str, stage: int) -> Path:
         raise AssertionError("no weights come back in this benchmark")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from .checkpoints import Checkpoint
 from .coordinator.events import Cluster, Idle
 from .coordinator.planning import form_apart
 from .coordinator.requester import Planned, RingShape, StageFiles
@@ -30,6 +31,8 @@ from .plan.ring_order import order_ring
 from .plan.segments import find_segments
 from .runtime.roles import roles
 from .runtime.settings import Settings
+from .runtime.state import kind_and_name, owned
+from .runtime.statefile import select
 
 __all__ = ["ClusterMaker"]
 
@@ -54,6 +57,7 @@ class ClusterMaker:
         self._program, self._timed, self._settings, self._folder = program, timed, settings, folder
         self._synchronous, self._min_stages, self._num_spares = synchronous, min_stages, num_spares
         self.plans: dict[str, LocalPlan] = {}  # by cluster
+        self.checkpoint: Checkpoint | None = None  # what stages begin from that nobody has a copy of
         self._rows: dict[str, ClusterPlan] = {}
         self._machines: dict[str, Machine] = {}
 
@@ -167,10 +171,23 @@ class ClusterMaker:
                     )
                 ),
                 weights=self._first_weights(cluster, stage),
+                states=self._states(cluster, stage) if stage.index in lacking else (),
                 max_bytes=_owned_bytes(stage) + _HEADER_BYTES,
             )
             for stage, rule, role, profile in zip(plan.stages, plan.rules, given, profiles, strict=True)
         ]  # fmt: skip
+
+    def _states(self, cluster: Cluster, stage: Stage) -> tuple[Path, ...]:
+        """What the checkpoint has for a stage, out of files of stages that may have been cut elsewhere."""
+        found: list[Path] = []
+        checkpoint = self.checkpoint
+        names = set(owned(stage))
+        for number, file in enumerate(checkpoint.manifest.files if checkpoint is not None else ()):
+            if checkpoint is not None and names & {kind_and_name(entry)[1] for entry in file.tensors}:
+                path = self._folder / f".state-{cluster.id}-{stage.index}-{number}.safetensors"
+                select(checkpoint.folder / file.name, path, names)
+                found.append(path)
+        return tuple(found)
 
     def _first_weights(self, cluster: Cluster, stage: Stage) -> Path | None:
         path = self._folder / f".first-{cluster.id}-{stage.index}.safetensors"

@@ -15,6 +15,7 @@ from .coordinator.events import Cluster, Event
 from .coordinator.requester import Piece, Planned, RingShape, StageFiles
 from .core.control import NodeProfile
 from .core.orders import Reports
+from .fleetkeeping import FleetKeeping
 from .plan.fleet import Machine
 from .supply import Supply
 
@@ -59,8 +60,15 @@ Note = Fed | Reported | Settled | Ended | Happened
 class Desk:
     """The `Requester` that the coordinator talks to: answers what is asked at once, and notes the rest."""
 
-    def __init__(self, maker: ClusterMaker, supply: Supply, folder: Path, notes: queue.SimpleQueue[Note]) -> None:
-        self._maker, self._supply, self._folder, self._notes = maker, supply, folder, notes
+    def __init__(
+        self,
+        maker: ClusterMaker,
+        supply: Supply,
+        folder: Path,
+        notes: queue.SimpleQueue[Note],
+        keeping: FleetKeeping,
+    ) -> None:
+        self._maker, self._supply, self._folder, self._notes, self._keeping = maker, supply, folder, notes, keeping
 
     def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> Planned:
         return self._maker.plan(machines, generation, broken)
@@ -94,6 +102,12 @@ class Desk:
 
     def ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:
         self._notes.put(Ended(cluster, reason, is_lost))
+
+    def learnt(self) -> int:
+        return 0 if self._maker.checkpoint is None else self._maker.checkpoint.step
+
+    def state_path(self, cluster: str, stage: int, updates: int) -> Path | None:
+        return self._keeping.state_path(cluster, stage, updates)
 
     def weights_path(self, cluster: str, stage: int) -> Path:
         return part_path(self._folder, cluster, stage)

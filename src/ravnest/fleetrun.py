@@ -22,10 +22,12 @@ from typing import IO, Any
 import msgspec
 
 from . import __version__
+from .checkpoints import Checkpoint
 from .clusterplan import ClusterMaker
 from .clusterrun import ClusterRun
 from .coordinator.coordinator import Coordinator
 from .coordinator.events import CallerRefused, Event, LeaseGranted, LeaseSettled, NodeReady, PlanMade
+from .coordinator.leases import Leases
 from .coordinator.sentences import sentence
 from .coordinator.service import Service, ServiceConfig
 from .coordinator.status import Live
@@ -34,6 +36,7 @@ from .core.metrics import StageMetrics
 from .core.orders import Evaluated, Lost, Reports, Saved, Updated
 from .data import Batches
 from .fleetdesk import Desk, Ended, Fed, Happened, Note, Reported, Settled, part_path
+from .fleetkeeping import FleetKeeping
 from .graph import Program
 from .interrupt import Interrupt
 from .localplan import LocalPlan
@@ -61,6 +64,9 @@ class FleetWork:
     folder: Path
     name: str
     seed: int
+    keeping: FleetKeeping
+    resume: bool = False
+    start: Checkpoint | None = None  # to go on from, if the run cannot be taken up where it was
 
 
 class FleetRun:
@@ -76,7 +82,7 @@ class FleetRun:
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
         self._labels = [v.name for v in work.program.outputs]
         self._clusters: dict[str, ClusterRun] = {}
-        self._settled = self._samples = 0
+        self._settled = self._samples = self._number = 0
         self._bad: tuple[str, int] | None = None
         self._began = 0.0
 
@@ -84,22 +90,29 @@ class FleetRun:
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
     ) -> None:
         """Train for `steps` batches, or until the data end. Ctrl-C ends early and saves; a second one at once."""
-        desk = Desk(self.work.maker, self.work.supply, self.work.folder, self._notes)
+        work = self.work
+        desk = Desk(work.maker, work.supply, work.folder, self._notes, work.keeping)
+        work.maker.checkpoint = work.start
 
         def make() -> Service:
-            return Service(
-                self.work.service, desk, run=self.work.name, steps=steps, release=__version__,
+            service = Service(
+                work.service, desk, run=work.name, steps=steps, release=__version__,
+                first=0 if work.start is None else work.start.manifest.batches, resume=work.resume,
                 on_event=lambda event: self._notes.put(Happened(event)), live=self._live,
             )  # fmt: skip
+            self._take_up(service.coordinator.state.leases)
+            return service
 
         try:
             listening = Serving(self.work.service.directory, make)
             with listening as serving, self._open_log() as log, Interrupt() as stop:
                 self._serving, self._log, self._stop = serving, log, stop
                 self.show.invited(serving.ticket)
+                self._pass_over(batches)
                 wrong = self._feed_all(batches, steps, validate, every)
                 self._finish(None if wrong else validate)
         finally:
+            work.keeping.close()
             for path in self.work.folder.glob(".*.safetensors*"):
                 path.unlink(missing_ok=True)
         if wrong is not None:
@@ -113,7 +126,19 @@ class FleetRun:
             )
 
     def _open_log(self) -> IO[str]:
-        return (self.work.folder / "metrics.jsonl").open("w")
+        return (self.work.folder / "metrics.jsonl").open("a" if self.work.resume else "w")
+
+    def _take_up(self, leases: Leases) -> None:
+        """Where the data go on, if the run had an earlier life. Called before anybody can come."""
+        self._number = leases.settled_below
+        self.work.supply.go_on(leases.settled_below, leases.next_new, leases.unsettled)
+        self._settled = self.progress.step = leases.next_new - len(leases.unsettled)
+
+    def _pass_over(self, batches: Batches) -> None:
+        """What was trained in an earlier life of this run."""
+        if self._number:
+            self.show.told(f"passing over {self._number} batches of the data, which were trained before")
+            batches.skip(self._number)
 
     _serving: Serving
     _log: IO[str]
@@ -141,7 +166,7 @@ class FleetRun:
     ) -> Exception | None:
         """Feed until the end; what went wrong with the user's data, if anything did."""
         supply = self.work.supply
-        number = 0
+        number = self._number
         while (steps is None or number < steps) and not self._is_over():
             self._until(lambda: supply.has_room or self._is_over())
             if self._is_over():
@@ -159,7 +184,35 @@ class FleetRun:
                 return error
             number += 1
             self._serving.soon(lambda coordinator: coordinator.more())
+            self._checkpoint_if_due()
         return None
+
+    def _checkpoint_if_due(self) -> None:
+        """Ask the cluster that has come furthest for what it has learnt, after the last window that it was fed."""
+        keeping, leading = self.work.keeping, self._leading()
+        for news in keeping.news():
+            self.show.told(news)
+        if not leading or not keeping.is_due(self._settled):
+            return
+        cluster = leading[0]
+        training = self._clusters[cluster]
+        is_alone = len(self._clusters) == 1
+
+        def look(coordinator: Coordinator) -> tuple[int, int] | None:
+            live = coordinator.clusters.get(cluster)
+            if live is None or live.retires is not None:
+                return None
+            leases = coordinator.state.leases
+            is_in_order = is_alone and not leases.waiting
+            return live.feeder.windows, leases.next_new if is_in_order else leases.settled_below
+
+        found = self._serving.call(look)
+        if found is None:
+            return
+        updates, batches = found
+        if keeping.begin(cluster, training.plan, updates=updates, batches=batches, trained=self._settled):
+            order = partial(Coordinator.checkpoint, cluster=cluster, at=updates, whole=is_alone)
+            self._serving.call(order)
 
     def _is_over(self) -> bool:
         return self._bad is not None or self._stop.asked
@@ -206,8 +259,10 @@ class FleetRun:
                 self._happened(event)
             case Settled():
                 self._settled += 1
+                self.progress.step += not self._clusters  # trained while this coordinator was not there
             case Ended(cluster=cluster):
                 self._clusters.pop(cluster, None)
+                self.work.keeping.ended(cluster)
             case Fed(cluster=cluster, window=window, pieces=pieces) if cluster in self._clusters:
                 training = self._clusters[cluster]
                 training.fed = window + 1
@@ -254,6 +309,11 @@ class FleetRun:
                 found = record.evaluated(number, batch, values)
                 if found is not None:
                     self._evaluated(cluster, training, found)
+            case Saved(updates=updates, failure=failure, is_state=True):
+                keeping = self.work.keeping
+                keeping.saved(cluster, stage, updates, failure)
+                if not keeping.is_waiting:
+                    self.work.maker.checkpoint = keeping.newest() or self.work.maker.checkpoint
             case Saved():
                 training.saved.add(stage)
 

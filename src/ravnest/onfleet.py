@@ -5,21 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .api import Run, limited, new_folder
+from .api import Run, limited, new_folder, resumed_folder
+from .checkpoints import Checkpoint
 from .clusterplan import ClusterMaker
 from .coordinator.copying import CopyWishes
 from .coordinator.decide import Wishes
 from .coordinator.rounds import AveragingWishes
 from .coordinator.service import ServiceConfig
+from .core.errors import WeightsError
 from .core.units import parse_seconds
 from .data import Batches
+from .fleetkeeping import FleetKeeping
 from .fleetplan import time_job
 from .fleetrun import FleetRun, FleetWork
-from .graph import trace
+from .graph import Program, trace
+from .keeping import CheckpointWishes
+from .modelfile import unused_tensors
 from .profile.line import parse_address
 from .profile.mix import Workload
 from .progress import Show
 from .reaching import coordinators_directory
+from .resuming import check_same, describe, open_checkpoint
 from .supply import Supply
 
 if TYPE_CHECKING:
@@ -42,15 +48,22 @@ def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
     microbatch = how.microbatch_of(size)
     accumulate = -(-size // microbatch)
     timed = time_job(Workload(program, microbatch), job.optimizer, how, accumulate=accumulate)
-    folder = new_folder(how.folder, job.name)
+    start, folder = _folder(job, how, program, show)
     (folder / "coordinator.txt").write_text(f"{config.directory.resolve()}\n")  # for `ravnest status FOLDER`
     maker = ClusterMaker(
         program, timed, job.settings(how), folder, synchronous=how.mode == "sync", min_stages=how.least_stages,
         num_spares=how.spares,
     )  # fmt: skip
     supply = Supply(program, batch_size=size, max_batch=microbatch)
+    keeping = FleetKeeping(
+        folder,
+        CheckpointWishes(every=how.checkpoint_every, keep=how.keep_checkpoints),
+        lambda plan: describe(program, job.optimizer, plan, how.seed),
+        lambda: unused_tensors(program, how.seed),
+    )
     work = FleetWork(
-        program=program, maker=maker, supply=supply, service=config, folder=folder, name=folder.name, seed=how.seed
+        program=program, maker=maker, supply=supply, service=config, folder=folder, name=folder.name, seed=how.seed,
+        keeping=keeping, resume=how.resume is not None, start=start,
     )  # fmt: skip
     run = FleetRun(work, show)
     try:
@@ -59,6 +72,20 @@ def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
         show.close()
     assert run.result is not None
     return Run(folder, run.result, run.losses, run.evaluations, run.result_stages, run.progress.samples_per_s)
+
+
+def _folder(job: Job, how: Training, program: Program, show: Show) -> tuple[Checkpoint | None, Path]:
+    """Where the run is kept; one that is resumed has a folder, and perhaps a checkpoint."""
+    if how.resume is None:
+        return None, new_folder(how.folder, job.name)
+    path = Path(how.resume).resolve()
+    try:
+        start = open_checkpoint(path, how.folder, show)
+    except WeightsError:  # it may still be taken up where it was, with what its nodes have
+        return None, path
+    for sentence in check_same(start, program, job.optimizer):
+        show.told(sentence)
+    return start, resumed_folder(how.folder, start)
 
 
 def _service(how: Training, batch_size: int) -> ServiceConfig:

@@ -7,7 +7,7 @@ A batch is kept from when it is produced until it is settled, because a cluster 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,13 @@ class Supply:
         self._kept: dict[int, list[Tensor]] = {}
         self._produced = self._taken = 0
         self._closed = False
+        self._settled: frozenset[int] = frozenset()
+
+    def go_on(self, first: int, next_new: int, unsettled: Collection[int]) -> None:
+        """Begin with batch `first`; of those before `next_new` only the unsettled are still needed."""
+        with self._lock:
+            self._produced, self._taken = first, next_new
+            self._settled = frozenset(range(first, next_new)) - set(unsettled)
 
     @property
     def produced(self) -> int:
@@ -54,7 +61,8 @@ class Supply:
                 f"a batch has {samples} samples, the first had {self._most}: no batch may be larger than the first"
             )
         with self._lock:
-            self._kept[self._produced] = leaves
+            if self._produced not in self._settled:
+                self._kept[self._produced] = leaves
             self._produced += 1
 
     def close(self) -> None:

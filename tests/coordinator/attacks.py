@@ -91,6 +91,12 @@ class Giver:
     def ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:
         """Nothing to forget."""
 
+    def learnt(self) -> int:
+        return 0
+
+    def state_path(self, cluster: str, stage: int, updates: int) -> Path | None:
+        return None
+
     def weights_path(self, cluster: str, stage: int) -> Path:
         return self.directory / f"{cluster}-{stage}"
 

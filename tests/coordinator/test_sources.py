@@ -47,9 +47,9 @@ def test_a_nodes_own_copy_is_as_good_as_one_that_is_a_little_newer() -> None:
     trains("cellar", "den", at_s=101.0, generation=2, state=state)
     updates = {("c2", 0): 40, ("c2", 1): 40}
     cut = state.cuts["c1"]
-    own = find_beginning(state, ("attic", "barn"), cut, 130.0, updates)
+    own = find_beginning(state, ("attic", "barn"), cut, 110.0, updates)
     assert [[one.holder for one in stage] for stage in own.stages] == [["attic"], ["den"]]
-    old = find_beginning(state, ("attic", "barn"), cut, 500.0, updates)
+    old = find_beginning(state, ("attic", "barn"), cut, 130.0, updates)
     assert [[one.holder for one in stage] for stage in old.stages] == [["cellar"], ["den"]]
 
 

@@ -115,6 +115,7 @@ def test_what_an_agent_goes_through(members: Members, tmp_path: Path) -> None:
 
             lender.agent.leave()
             await again.hear(Leave)
+            await again.tell(Goodbye("it left", again=False))
             await asyncio.wait_for(lender.running, 5.0)
             await again.close()
             return lender.lines

@@ -45,6 +45,7 @@ def test_one_leaves_by_ctrl_c_and_one_is_sent_away(tmp_path: Path) -> None:
 
             attic.send_signal(signal.SIGINT)
             await visits["attic"].hear(Leave)
+            await visits["attic"].tell(Goodbye("it left", again=False))
             await visits["cellar"].tell(Goodbye("it was kicked", again=False))
             code, lines = await finish(attic)
             assert code == 0

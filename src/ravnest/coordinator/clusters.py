@@ -68,12 +68,13 @@ class LiveCluster:
         return Tell(self.generation, order)
 
     def end_after(self, updates: int) -> Tell:
-        return self._order(EndAfter(updates))
+        return self.order(EndAfter(updates))
 
     def save(self) -> Tell:
-        return self._order(Save())
+        return self.order(Save())
 
-    def _order(self, order: Order) -> Tell:
+    def order(self, order: Order) -> Tell:
+        """An order for all members; a newer one of its kind takes its place."""
         self.orders = [o for o in self.orders if type(o) is not type(order)] + [order]
         return Tell(self.generation, order)
 

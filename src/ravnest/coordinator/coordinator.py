@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import msgspec
@@ -46,6 +46,7 @@ from ..core.orders import (
     Order,
     Ready,
     RingsReady,
+    Save,
     Saved,
     Shifted,
     Updated,
@@ -59,7 +60,18 @@ from .blobs import Blobs
 from .clusters import LiveCluster
 from .copies import Copies
 from .copying import CopyWishes
-from .decide import Decision, EndCluster, LoseNode, MakePlan, Reconsider, Wishes, decide, machines_of, next_look_s
+from .decide import (
+    Decision,
+    EndCluster,
+    LetLeave,
+    LoseNode,
+    MakePlan,
+    Reconsider,
+    Wishes,
+    decide,
+    machines_of,
+    next_look_s,
+)
 from .events import (
     CallerRefused,
     Cluster,
@@ -74,6 +86,7 @@ from .events import (
     NodeConnected,
     NodeGone,
     NodeKicked,
+    NodeLeaving,
     NodeLetGo,
     NodeMoved,
     NodeReady,
@@ -81,11 +94,13 @@ from .events import (
     Noted,
     PlanFailed,
     PlanMade,
+    RoundClosed,
 )  # fmt: skip
 from .feeder import Feeder
+from .orphans import Orphans
 from .patience import Patience
 from .people import COORDINATOR
-from .records import LinkRecord
+from .records import ClusterRecord, LinkRecord
 from .requester import Piece, Requester, StageFiles
 from .rounds import AveragingWishes
 from .sessions import Session
@@ -126,6 +141,7 @@ class Coordinator:
         self.is_ending = False
         self.averaging = Averaging(self, averaging or AveragingWishes())
         self.copies = Copies(self, copying or CopyWishes())
+        self._orphans: Orphans | None = None  # clusters of an earlier life of this coordinator
         self._keep = keep
         self._start_s, self._started = clock(), time.monotonic()
         self._wake = asyncio.Event()
@@ -158,6 +174,20 @@ class Coordinator:
             wait_s = max(self._told_s + self._tell_s - self.now_s(), 0.0)
             self._telling = asyncio.get_running_loop().call_later(wait_s, self.tell_refusals)
 
+    def take_up(self) -> None:
+        """Go on with a run that trained when the coordinator was stopped."""
+        if self.state.round is not None:
+            self.record(RoundClosed(self.now_s(), self.state.round.number, "the coordinator was started anew"))
+        self._orphans = Orphans(self, self._orphan_ended)
+        leases = self.state.leases
+        trained, waiting = leases.counts.settled, len(leases.unsettled)
+        self.note(f"the run goes on: {trained} batches are trained, {waiting} were lent when the coordinator stopped")
+
+    def _orphan_ended(self, cluster: ClusterRecord) -> None:
+        for name in cluster.plan.members:
+            self._tell_desired(name)
+        self.more()
+
     # deciding
 
     async def tend(self) -> None:
@@ -171,9 +201,12 @@ class Coordinator:
             looked_s = now_s
             for decision in decide(self.state, now_s, self.wishes):
                 self._carry_out(decision)
-            self.averaging.look()
-            self.copies.look()
-            self._look_for_the_slow(now_s)
+            if self._orphans:
+                self._orphans.look()
+            else:
+                self.averaging.look()
+                self.copies.look()
+                self._look_for_the_slow(now_s)
             await asyncio.sleep(_REST_S)
             if self._wake.is_set():
                 continue
@@ -196,15 +229,17 @@ class Coordinator:
         match decision:
             case LoseNode(name=name, reason=reason):
                 self.lose(name, reason, polite=False)
+            case LetLeave(name=name, reason=reason):
+                self.lose(name, reason, polite=True)
             case EndCluster(cluster=cluster, reason=reason, blamed=blamed):
                 if (live := self.clusters.get(cluster)) is not None:
                     self._broken(live, reason, blamed)
             case MakePlan():
                 is_needed = not self.is_ending or not self.clusters  # whose weights would else be lost
-                if is_needed and not self._is_planning:
+                if is_needed and not self._is_planning and not self._orphans:
                     self._planning = asyncio.get_running_loop().create_task(self._plan_soon())
             case Reconsider():
-                if not self.is_ending and not self._is_planning:
+                if not self.is_ending and not self._is_planning and not self._orphans:
                     self._planning = asyncio.get_running_loop().create_task(self._reconsider(decision))
 
     @property
@@ -226,6 +261,8 @@ class Coordinator:
             made: list[_Made] = []
             for cluster in planned.clusters:
                 beginning = self._beginning(cluster)
+                if beginning.lacking and self.requester.learnt() > beginning.updates:
+                    beginning = replace(beginning, updates=self.requester.learnt())
                 profiles = [self.state.nodes[name].profile for name in cluster.members]
                 files = await asyncio.to_thread(self.requester.stages, cluster, profiles, beginning.lacking)
                 made.append(_Made(_begun(cluster, beginning), files, beginning))
@@ -393,7 +430,8 @@ class Coordinator:
         if batch is None:
             return None
         pieces = self.requester.pieces(batch, live.feeder.accumulate)
-        self.record(LeaseGranted(self.now_s(), live.id, batch))
+        samples = sum(piece.samples for piece in pieces if piece.share)
+        self.record(LeaseGranted(self.now_s(), live.id, batch, samples))
         self.requester.fed(live.id, live.feeder.windows, batch, pieces)
         return batch, pieces
 
@@ -420,6 +458,11 @@ class Coordinator:
         if (live := self.clusters.get(cluster)) is not None:
             live.feeder.evaluate(first, pieces, fresh=fresh)
             live.pump()
+
+    def checkpoint(self, cluster: str, at: int, *, whole: bool) -> None:
+        """Have each stage send all that it will have learnt after so many updates."""
+        if (live := self.clusters.get(cluster)) is not None:
+            self._tell(live, live.order(Save(state="whole" if whole else "light", at=at)))
 
     def save(self, cluster: str) -> None:
         """Have each stage send its weights."""
@@ -460,10 +503,12 @@ class Coordinator:
                 self._reported(name, said)
             case LetGo(generation=generation, copy=copy):
                 self.record(NodeLetGo(self.now_s(), name, generation, copy))
+                if self._orphans:
+                    self._orphans.let_go(name, generation)
             case Copied():
                 self.copies.reported(name, said)
             case Leave(reason=reason):
-                self.lose(name, reason[:200] or "it left", polite=True)
+                self._leaves(name, reason[:200] or "it left")
             case Hello():
                 raise FrameError("it said hello twice")
 
@@ -482,6 +527,16 @@ class Coordinator:
         session = self.sessions.pop(name, None)
         if session is not None:
             session.dismiss(reason, again=not polite)
+
+    def _leaves(self, name: str, reason: str) -> None:
+        """Its cluster trains what it has and ends; the node goes when others have taken over."""
+        if self.state.nodes[name].leaving_s is not None:
+            return
+        self.record(NodeLeaving(self.now_s(), name, reason))
+        live = self.cluster_of(name)
+        if live is not None:
+            live.retires, live.retires_s = f"{name} is leaving", self.now_s()
+            self._end_if_retired(live)
 
     def kick(self, name: str, reason: str) -> None:
         """It does not come in again, and is in no roster from now on."""

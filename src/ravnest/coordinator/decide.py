@@ -1,6 +1,7 @@
 """What a coordinator should do now: pure decisions from what it knows, each with its reason.
 
     lose a node      that was not heard for three beats
+    let a node leave when others have what it has learnt, or it has waited long enough
     end a cluster    a member of which is gone, or that does not get ready in time
     make a plan      of the nodes that are free: at once when a cluster broke and its members have let go of their
                      stages, else when it is quiet: nobody came for `wait_s`, or enough of them have waited `max_wait`
@@ -25,11 +26,12 @@ from .admission import choose_name, judge_token
 from .records import BLAME_S, ClusterRecord, NodeRecord, State
 
 __all__ = [
-    "Decision", "EndCluster", "LoseNode", "MakePlan", "Reconsider", "Wishes",
+    "Decision", "EndCluster", "LetLeave", "LoseNode", "MakePlan", "Reconsider", "Wishes",
     "choose_name", "decide", "judge_token", "machines_of", "next_look_s",
 ]  # fmt: skip
 
 _MISSED_BEATS = 3
+_LEAVE_S = 60.0  # that a node which leaves may be kept, for others to take over what it has learnt
 _MOST_CHANGED = 4  # clusters that are looked at together
 
 
@@ -71,6 +73,14 @@ class LoseNode:
 
 
 @dataclass(frozen=True)
+class LetLeave:
+    """A node that wants to leave can do so now."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class EndCluster:
     """`blamed` are the members whose fault it is, if it is known."""
 
@@ -96,7 +106,7 @@ class Reconsider:
     reason: str
 
 
-Decision = LoseNode | EndCluster | MakePlan | Reconsider
+Decision = LoseNode | LetLeave | EndCluster | MakePlan | Reconsider
 
 
 def decide(state: State, now_s: float, wishes: Wishes) -> list[Decision]:
@@ -106,6 +116,7 @@ def decide(state: State, now_s: float, wishes: Wishes) -> list[Decision]:
     plan = _plan(state, now_s, wishes, silent) or _reconsider(state, now_s, wishes, silent)
     return [
         *(LoseNode(name, why) for name in silent),
+        *(LetLeave(name, why) for name, why in _leavers(state, now_s) if name not in silent),
         *_broken(state, now_s, wishes, silent),
         *([plan] if plan is not None else []),
     ]
@@ -156,6 +167,18 @@ def _broken(state: State, now_s: float, wishes: Wishes, silent: Collection[str])
             yield EndCluster(cluster.plan.id, f"{' and '.join(missing)} came back without a stage")
         elif cluster.phase == "forming" and now_s >= _late_s(cluster, wishes):
             yield EndCluster(cluster.plan.id, f"{_list(missing)} not ready after {wishes.forming_s:g} s", missing)
+
+
+def _leavers(state: State, now_s: float) -> Iterator[tuple[str, str]]:
+    """Who may go: nobody needs what it has, because no cluster is broken or forming; or it has waited long enough."""
+    is_needed = bool(state.broken) or any(cluster.phase == "forming" for cluster in state.live_clusters())
+    for name, node in state.nodes.items():
+        if not node.is_present or node.leaving_s is None:
+            continue
+        if now_s >= node.leaving_s + _LEAVE_S:
+            yield name, f"{node.why}; it waited {_LEAVE_S:g} s for others to take over"
+        elif node.cluster is None and not node.holding and not (node.copies and is_needed):
+            yield name, node.why
 
 
 def _late_s(cluster: ClusterRecord, wishes: Wishes) -> float:
@@ -239,6 +262,8 @@ def _turns(state: State, now_s: float, wishes: Wishes) -> Iterator[float]:
             yield node.blamed_s + wishes.blame_s
         if node.letting_go_s is not None:
             yield node.free_from_s
+        if node.leaving_s is not None:
+            yield node.leaving_s + _LEAVE_S
     for cluster in state.live_clusters():
         yield _late_s(cluster, wishes)
     due = _due(state, _free(state, now_s, wishes, _silent(state, now_s, wishes)), wishes)

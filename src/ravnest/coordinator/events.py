@@ -13,9 +13,9 @@ from ..core.control import Copy, NodeProfile, Whereabouts
 __all__ = [
     "CallerRefused", "Cluster", "ClusterEnded", "Considered", "CopyKept", "Event", "Idle", "LeaseGranted",
     "LeaseReturned", "LeaseSettled", "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected",
-    "NodeEnrolled", "NodeGone", "NodeKicked", "NodeLetGo", "NodeLinked", "NodeMoved", "NodeNotAveraged", "NodeReady",
-    "NodeShifted", "NodeSlowed", "Noted", "PlanFailed", "PlanMade", "RingsLaid", "RoundClosed", "RoundCommitted",
-    "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
+    "NodeEnrolled", "NodeGone", "NodeKicked", "NodeLeaving", "NodeLetGo", "NodeLinked", "NodeMoved",
+    "NodeNotAveraged", "NodeReady", "NodeShifted", "NodeSlowed", "Noted", "PlanFailed", "PlanMade", "RingsLaid",
+    "RoundClosed", "RoundCommitted", "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
 ]  # fmt: skip
 
 
@@ -61,11 +61,15 @@ class Idle(_Record, frozen=True):
 
 
 class RunBegun(_Event, frozen=True):
-    """Training starts, for this many batches or without end; an earlier run's clusters and leases are forgotten."""
+    """Training starts, for this many batches or without end; an earlier run's clusters and leases are forgotten.
+
+    The batches before `first` were trained in an earlier life of the run.
+    """
 
     run: str
     steps: int | None
     release: str
+    first: int = 0
 
 
 class RunEnded(_Event, frozen=True):
@@ -128,6 +132,13 @@ class NodeGone(_Event, frozen=True):
     name: str
     reason: str
     polite: bool
+
+
+class NodeLeaving(_Event, frozen=True):
+    """A node wants to leave, and stays until others have what it has learnt, or for a while."""
+
+    name: str
+    reason: str
 
 
 class NodeBlamed(_Event, frozen=True):
@@ -312,6 +323,7 @@ class RoundClosed(_Event, frozen=True):
 class LeaseGranted(_Event, frozen=True):
     cluster: str
     batch: int
+    samples: int = 1
 
 
 class LeaseSettled(_Event, frozen=True):
@@ -328,7 +340,8 @@ class LeaseReturned(_Event, frozen=True):
 
 Event = (
     RunBegun | RunEnded | Noted
-    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeBlamed | NodeSlowed
+    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeLeaving
+    | NodeBlamed | NodeSlowed
     | CallerRefused
     | PlanMade | PlanFailed | LinkMade | NodeReady | NodeLetGo | CopyKept | ClusterEnded
     | Considered

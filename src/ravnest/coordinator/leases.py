@@ -61,12 +61,13 @@ class Leases(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         """Which batch a cluster should get, if the data has produced `available` so far.
 
         Batches that came back go first, the oldest before the others; those that this very cluster gave back go to it
-        only if there is no other such batch.
+        only if there is no other such batch. After a restart they may have yet to be produced again.
         """
-        if self.waiting:
+        waiting = self.waiting[: bisect_left(self.waiting, available)]
+        if waiting:
             account = self.accounts.get(cluster)
             own = account.given_back if account is not None else ()
-            return next((batch for batch in self.waiting if batch not in own), self.waiting[0])
+            return next((batch for batch in waiting if batch not in own), waiting[0])
         return self.next_new if self.next_new < available else None
 
     def note_granted(self, cluster: str, batch: int) -> None:

@@ -73,6 +73,7 @@ class NodeRecord(_Record, kw_only=True):
     blame: str = ""
     copies: list[KeptCopy] = []
     letting_go_s: float | None = None
+    leaving_s: float | None = None
     speed: float = 1.0
     losses: int = 0
 
@@ -82,6 +83,8 @@ class NodeRecord(_Record, kw_only=True):
     def is_free(self, now_s: float, blame_s: float) -> bool:
         """Whether a plan may have it."""
         if not self.is_present or self.cluster is not None or self.is_blamed(now_s, blame_s):
+            return False
+        if self.leaving_s is not None:
             return False
         return self.letting_go_s is None or now_s >= self.letting_go_s + _LET_GO_S
 
@@ -105,7 +108,10 @@ class LinkRecord(_Record):
 
 
 class ClusterRecord(_Record, kw_only=True):
-    """A cluster: its plan, how far it is, and why. `links` are by the node that told of one and its peer."""
+    """A cluster: its plan, how far it is, and why. `links` are by the node that told of one and its peer.
+
+    `fed` are batches and their samples, in the order of its windows, from window `plan.begin + done` on.
+    """
 
     plan: Cluster
     formed_s: float
@@ -115,6 +121,8 @@ class ClusterRecord(_Record, kw_only=True):
     ended_s: float | None = None
     why: str = ""
     links: dict[tuple[str, str], LinkRecord] = {}
+    fed: list[tuple[int, int]] = []
+    done: int = 0
 
     @property
     def is_live(self) -> bool:

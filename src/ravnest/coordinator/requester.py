@@ -99,5 +99,11 @@ class Requester(Protocol):
     def ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:
         """The cluster is no more."""
 
+    def learnt(self) -> int:
+        """How many updates the checkpoint has that stages begin from if nobody has a copy; 0: there is none."""
+
+    def state_path(self, cluster: str, stage: int, updates: int) -> Path | None:
+        """Where all that a stage had learnt is kept for a checkpoint; None: none is made after so many updates."""
+
     def weights_path(self, cluster: str, stage: int) -> Path:
         """Where a stage's weights are kept when they arrive."""

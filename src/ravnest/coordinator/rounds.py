@@ -1,6 +1,6 @@
 """Averaging rounds, as what is known of them and what to do next: pure, like all of the coordinator's decisions.
 
-    lay rings     when other clusters train than those that have rings, and no round is under way
+    lay rings     when other clusters train than those that have rings, or an attempt failed, and no round is under way
     open a round  when the clusters with rings have trained `average_every` samples since the last, on average
     commit        when every member has its averages, and those of a ring agree
     try again     among those that are left, from the same snapshots, when one is lost or does not answer
@@ -119,6 +119,8 @@ def apply_round(state: State, event: _RoundEvent) -> None:
         case on.NodeNotAveraged(name=name, number=number, attempt=attempt, peer=peer):
             if now is not None and (now.number, now.attempt) == (number, attempt):
                 now.failed[name] = peer
+                if rings is not None:
+                    rings.ready.discard(name)
         case on.RoundCommitted(number=number):
             if now is not None and now.number == number:
                 now.is_committed = True
@@ -132,6 +134,8 @@ def apply_round(state: State, event: _RoundEvent) -> None:
         case on.RoundClosed(number=number):
             if now is not None and now.number == number:
                 state.round = None
+                if rings is not None and not rings.ready >= rings.members:
+                    state.rings = None  # a line between two of them broke: they are laid anew
 
 
 def decide_round(state: State, now_s: float, wishes: AveragingWishes, *, is_last: bool = False) -> list[RoundDecision]:

@@ -51,7 +51,8 @@ def _sentence(event: Event) -> str | None:
 
 
 _AboutNodes = (
-    on.TokenIssued | on.NodeEnrolled | on.NodeKicked | on.NodeConnected | on.NodeGone | on.NodeBlamed | on.NodeSlowed
+    on.TokenIssued | on.NodeEnrolled | on.NodeKicked | on.NodeConnected | on.NodeGone | on.NodeLeaving | on.NodeBlamed
+    | on.NodeSlowed
     | on.CallerRefused
 )  # fmt: skip
 _AboutRounds = on.RingsLaid | on.RoundOpened | on.NodeNotAveraged | on.RoundCommitted | on.RoundClosed
@@ -72,6 +73,8 @@ def _about_nodes(event: _AboutNodes) -> str:
             return f"{name} connected from {address}: {size}"
         case on.NodeGone(name=name, reason=reason, polite=polite):
             return f"{name} left: {reason}" if polite else f"{name} is lost: {reason}"
+        case on.NodeLeaving(name=name, reason=reason):
+            return f"{name} is leaving: {reason}"
         case on.NodeBlamed(name=name, reason=reason):
             return f"{name} is left out of plans for a while: {reason}"
         case on.NodeSlowed(name=name, share=share, reason=reason):

@@ -5,6 +5,7 @@
     GET  /v1/control                     a node's conversation (WebSocket)                    members
     GET  /v1/blobs/DIGEST                a stage file or weights                              members
     PUT  /v1/weights/GENERATION/STAGE    a stage's weights come back                          members
+    PUT  /v1/states/GENERATION/STAGE/N   all that a stage had learnt after N updates          members
     GET, POST /v1/line                   bytes, to measure a line with                        members
     GET  /v1/status                      where the run stands, as JSON                        token, member, requester
     POST /v1/kick, /v1/tickets           remove a node, invite more                           requester
@@ -31,6 +32,7 @@ from ..core.config import require
 from ..core.errors import IdentityError
 from ..net.identity import key_digest
 from .bodies import PIECE_BYTES, read_json, receive_file, send_file, sending
+from .clusters import LiveCluster
 from .coordinator import Coordinator
 from .decide import choose_name, judge_token
 from .events import NodeEnrolled
@@ -90,6 +92,7 @@ def make_app(coordinator: Coordinator, office: Office, patience: Patience) -> we
     app.router.add_get("/v1/control", desk.control)
     app.router.add_get("/v1/blobs/{digest}", desk.blob)
     app.router.add_put("/v1/weights/{generation:[0-9]{1,10}}/{stage:[0-9]{1,5}}", desk.weights)
+    app.router.add_put("/v1/states/{generation:[0-9]{1,10}}/{stage:[0-9]{1,5}}/{updates:[0-9]{1,12}}", desk.state)
     app.router.add_get("/v1/line", desk.line_down)
     app.router.add_post("/v1/line", desk.line_up)
     app.router.add_get("/v1/status", desk.status)
@@ -97,6 +100,8 @@ def make_app(coordinator: Coordinator, office: Office, patience: Patience) -> we
     app.router.add_post("/v1/tickets", desk.invite)
     return app
 
+
+_STATE_FACTOR = 8  # sets of weights in all that a stage has learnt, at the most
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -162,15 +167,32 @@ class _Desk:
             return await send_file(request, file, within_s=self._patience.body_s)
 
     async def weights(self, request: web.Request) -> web.Response:
+        name, live, stage = self._stage(request)
+        path = self._coordinator.requester.weights_path(live.id, stage)
+        return await self._take_file(request, name, live, path, live.max_weights_bytes[stage])
+
+    async def state(self, request: web.Request) -> web.Response:
+        name, live, stage = self._stage(request)
+        updates = int(request.match_info["updates"])
+        path = self._coordinator.requester.state_path(live.id, stage, updates)
+        if path is None:
+            raise Refusal(f"no checkpoint of {live.id} after {updates} updates is being made", 409)
+        return await self._take_file(request, name, live, path, _STATE_FACTOR * live.max_weights_bytes[stage])
+
+    def _stage(self, request: web.Request) -> tuple[str, LiveCluster, int]:
+        """Who it is, and of which cluster and stage, if it is what it says."""
         name = self._member(request)
         generation, stage = int(request.match_info["generation"]), int(request.match_info["stage"])
         live = self._coordinator.cluster_of(name)
         if live is None or live.generation != generation or live.stage_of(name) != stage:
             raise Refusal(f"{name} is not stage {stage} of generation {generation}", 409)
-        most = live.max_weights_bytes[stage]
+        return name, live, stage
+
+    async def _take_file(
+        self, request: web.Request, name: str, live: LiveCluster, path: Path, most: int
+    ) -> web.Response:
         if request.content_length is not None and request.content_length > most:
             raise Refusal(f"weights of {request.content_length} bytes, at most {most} belong to this stage", 413)
-        path = self._coordinator.requester.weights_path(live.id, stage)
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # it may send them twice at once
         try:
             num_bytes = await receive_file(request, partial, most_bytes=most, within_s=self._patience.body_s)

@@ -74,7 +74,11 @@ class ServiceConfig:
 
 
 class Service:
-    """Everything of a coordinator; lives in one asyncio loop."""
+    """Everything of a coordinator; lives in one asyncio loop.
+
+    With `resume`, the run of that name is taken up where it was if the journal has it and it had not ended
+    (`is_resumed`); else a run begins, with batch `first`.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,8 @@ class Service:
         run: str,
         steps: int | None = None,
         release: str = "",
+        first: int = 0,
+        resume: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
         live: Callable[[], Live] = Live,
     ) -> None:
@@ -108,7 +114,11 @@ class Service:
         for name in [name for name, node in state.nodes.items() if node.is_present]:
             gone = NodeGone(self.coordinator.now_s(), name, "the coordinator was started anew", polite=True)
             self.coordinator.record(gone)
-        self.coordinator.record(RunBegun(self.coordinator.now_s(), run, steps, release))
+        self.is_resumed = resume and state.run == run and state.ended is None
+        if self.is_resumed:
+            self.coordinator.take_up()
+        else:
+            self.coordinator.record(RunBegun(self.coordinator.now_s(), run, steps, release, first))
         self._journal.compact(state)
         self._tasks: list[asyncio.Task[None]] = []
 

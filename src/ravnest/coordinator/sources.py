@@ -17,8 +17,8 @@ from .records import State
 
 __all__ = ["Beginning", "Found", "find_beginning"]
 
-_OWN_S = 120.0  # by which a copy elsewhere must be newer than one's own to be worth moving
-_ALIKE_S = 10.0  # copies that differ by less are as good as each other: the better line decides
+_OWN_S = 15.0  # by which a copy elsewhere must be newer than one's own to be worth moving
+_ALIKE_S = 2.0  # copies that differ by less are as good as each other: the better line decides
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,17 @@ def apply(state: State, event: Event) -> None:
     if said is not None:
         state.say(event.at_s, said)
     match event:
-        case on.LeaseGranted(cluster=cluster, batch=batch):
+        case on.LeaseGranted(cluster=cluster, batch=batch, samples=samples):
             state.leases.note_granted(cluster, batch)
+            if cluster in state.clusters:
+                state.clusters[cluster].fed.append((batch, samples))
         case on.LeaseSettled(cluster=cluster, batch=batch, samples=samples):
             if state.leases.settle(cluster, batch) == "ignored":
                 state.counters.leases_ignored += 1
             else:
                 state.since[cluster] = state.since.get(cluster, 0) + samples
                 state.trained[cluster] = state.trained.get(cluster, 0) + samples
+                _fed_one(state, cluster, batch)
         case on.LeaseReturned(cluster=cluster, batch=batch):
             state.leases.give_back(cluster, batch)
         case on.RunBegun():
@@ -74,6 +77,9 @@ def apply(state: State, event: Event) -> None:
             if name in state.nodes:
                 state.counters.blamed += 1
                 state.nodes[name].blamed_s, state.nodes[name].blame = at_s, reason
+        case on.NodeLeaving(at_s=at_s, name=name, reason=reason):
+            if name in state.nodes:
+                state.nodes[name].leaving_s, state.nodes[name].why = at_s, reason
         case on.NodeSlowed(name=name, share=share):
             if name in state.nodes:
                 state.nodes[name].speed = share
@@ -135,7 +141,7 @@ def _begin(state: State, event: on.RunBegun) -> None:
     """A generation is never used twice, so that what a node still holds of an earlier run is not taken for a part."""
     state.run, state.steps, state.release = event.run, event.steps, event.release
     state.begun_s, state.ended, state.has_trained = event.at_s, None, False
-    state.hopeless, state.clusters, state.leases = set(), {}, Leases()
+    state.hopeless, state.clusters, state.leases = set(), {}, Leases(next_new=event.first)
     state.rings, state.round, state.rounds_done, state.rounds_begun = None, None, 0, 0
     state.since, state.trained, state.averaged = {}, {}, set()
     state.cuts, state.broken, state.considered, state.considered_s = {}, [], None, event.at_s
@@ -145,6 +151,14 @@ def _begin(state: State, event: on.RunBegun) -> None:
         node.blamed_s, node.blame, node.copies, node.letting_go_s = None, "", [], None
         if node.is_present:
             node.why = "it waits for a plan"
+
+
+def _fed_one(state: State, cluster: str, batch: int) -> None:
+    """A cluster has trained the batch of its next window."""
+    found = state.clusters.get(cluster)
+    if found is not None and found.fed and found.fed[0][0] == batch:
+        found.fed.pop(0)
+        found.done += 1
 
 
 def _enrol(state: State, event: on.NodeEnrolled) -> None:
@@ -267,6 +281,7 @@ def _end(state: State, event: on.ClusterEnded) -> None:
     cluster = state.clusters.get(event.cluster)
     if cluster is None or not cluster.is_live:
         return
+    cluster.fed = []
     cluster.phase, cluster.ended_s, cluster.why = "lost" if event.is_lost else "ended", event.at_s, event.reason
     state.counters.clusters_lost += event.is_lost
     state.counters.clusters_ended += not event.is_lost

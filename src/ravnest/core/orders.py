@@ -126,6 +126,7 @@ class Saved(_Message, frozen=True):
     stage: int
     updates: int = 0
     failure: str = ""
+    is_state: bool = False  # all that was learnt, not the model's weights
 
 
 class Failed(_Message, frozen=True):

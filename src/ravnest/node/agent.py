@@ -46,7 +46,7 @@ from .talk import Begin, Freed, Opened, Unable
 
 __all__ = ["Agent", "AgentConfig"]
 
-_LEAVE_S = 1.0
+_LEAVE_S = 70.0  # a second Ctrl-C does not wait for it
 _SEEN_S = 3.0
 _NOT_A_MEMBER = (401, 403)
 
@@ -96,9 +96,9 @@ class Agent:
                 done, _ = await asyncio.wait((work, leaving, self._unable), return_when=asyncio.FIRST_COMPLETED)
                 for one in done:
                     one.result()
-                if self._is_welcome:
+                if self._is_welcome and self._leaving.is_set():
                     self._outbox.put(Leave("its owner ended it"))
-                    await asyncio.wait((work,), timeout=_LEAVE_S)  # which ends when that is said
+                    await asyncio.wait((work,), timeout=_LEAVE_S)  # which ends when the coordinator says goodbye
             finally:
                 work.cancel()
                 leaving.cancel()
@@ -108,7 +108,8 @@ class Agent:
 
     def leave(self) -> None:
         """In good order."""
-        self._speaker.say("leaving")
+        passes_on = ", when others have taken over what this PC has learnt; Ctrl-C again to leave at once"
+        self._speaker.say(f"leaving{passes_on if self._convergence.holding else ''}")
         self._leaving.set()
 
     def kill(self) -> None:
@@ -172,6 +173,8 @@ class Agent:
                 await self._converse(client)
             return None
         except SentAway as away:
+            if self._leaving.is_set():
+                return None
             if not away.again:
                 raise
             return f"the coordinator sends this node away: {away}"
@@ -180,7 +183,7 @@ class Agent:
                 raise SentAway(f"this node is no member of the run any more: {refused}", again=False) from refused
             return str(refused)
         except LinkError as error:
-            return str(error)
+            return None if self._leaving.is_set() else str(error)
 
     async def _converse(self, client: Client) -> None:
         keeper = self._keeper

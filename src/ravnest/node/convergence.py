@@ -15,18 +15,20 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..core.control import Copy, LetGo, Part, Report, Tell
 from ..core.errors import LinkError, RavnestError
 from ..core.orders import Failed, Order, Save, Saved
 from .backoff import Backoff
 from .client import Client, Refused
-from .fetch import fetch_part, send_weights
+from .fetch import fetch_part, send_saved
 from .home import Home
 from .talk import Free, FromAgent
 
 __all__ = ["Convergence"]
 
-_SAVED = "saved.safetensors"
+_SAVED, _STATE = "saved.safetensors", "state.safetensors"
 
 
 class Convergence:
@@ -70,15 +72,16 @@ class Convergence:
         if self.holding != generation:
             self._early.append(order)
         elif isinstance(order, Save):
-            self._tell(Tell(generation, Save(str(self._home.part(generation) / _SAVED))))
+            path = self._home.part(generation) / (_STATE if order.state else _SAVED)
+            self._tell(Tell(generation, msgspec.structs.replace(order, path=str(path))))
         else:
             self._tell(Tell(generation, order))
 
     def reported(self, report: Report) -> None:
         """What the worker says of a part, to be passed on."""
         generation = report.generation
-        if isinstance(report.report, Saved):
-            self._start(generation, self._send(generation, report.report.stage))
+        if isinstance(report.report, Saved) and not report.report.failure:
+            self._start(generation, self._send(generation, report.report))
             return
         if isinstance(report.report, Failed) and generation == self.holding:
             self.holding = 0
@@ -120,21 +123,28 @@ class Convergence:
         for order in self._early:
             self.order(part.generation, order)
 
-    async def _send(self, generation: int, stage: int) -> None:
-        """The saved weights to the coordinator, however often that breaks off; then they are saved."""
-        backoff, path = Backoff(), self._home.part(generation) / _SAVED
+    async def _send(self, generation: int, saved: Saved) -> None:
+        """What was saved to the coordinator, however often that breaks off; then it is saved.
+
+        The model must come through; that a checkpoint does not is only told.
+        """
+        folder, backoff = self._home.part(generation), Backoff()
+        path = folder / (_STATE if saved.is_state else _SAVED)
         while True:
             try:
                 async with self._connect() as client:
-                    await send_weights(client, path, generation, stage)
+                    await send_saved(client, path, generation, saved)
                 break
             except LinkError:
                 await asyncio.sleep(backoff.next_s())
             except (Refused, OSError) as error:
-                self._fail(generation, f"the weights of stage {stage} could not be sent: {error}")
-                return
+                if not saved.is_state:
+                    self._fail(generation, f"the weights of stage {saved.stage} could not be sent: {error}")
+                    return
+                saved = msgspec.structs.replace(saved, failure=str(error)[:1000] or type(error).__name__)
+                break
         _remove(path)
-        self._report(Report(generation, Saved(stage)))
+        self._report(Report(generation, saved))
 
     def _fail(self, generation: int, reason: str) -> None:
         if generation == self.holding:

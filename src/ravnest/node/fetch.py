@@ -14,11 +14,12 @@ from typing import IO
 
 from ..core.control import Blob, Part
 from ..core.errors import LinkError, ProgramError
+from ..core.orders import Saved
 from ..graph.limits import Limits
 from .client import Client
 from .talk import Take
 
-__all__ = ["fetch", "fetch_part", "send_weights"]
+__all__ = ["fetch", "fetch_part", "send_saved"]
 
 _MAX_BRIEF_BYTES = 4 * 2**20
 _STATE_FACTOR = 2  # a whole state on disk may be larger than what of it is in memory
@@ -78,6 +79,10 @@ def _unkept(error: OSError) -> ProgramError:
     return ProgramError(f"this PC cannot keep the files of its part: {error.strerror or error}")
 
 
-async def send_weights(client: Client, path: Path, generation: int, stage: int) -> None:
+async def send_saved(client: Client, path: Path, generation: int, saved: Saved) -> None:
+    """A stage's weights, or all that it had learnt."""
+    where = f"weights/{generation}/{saved.stage}"
+    if saved.is_state:
+        where = f"states/{generation}/{saved.stage}/{saved.updates}"
     with path.open("rb") as file:
-        await client.ask("PUT", f"/v1/weights/{generation}/{stage}", data=file)
+        await client.ask("PUT", f"/v1/{where}", data=file)

@@ -138,7 +138,8 @@ class PartRun:
         assign = msgspec.structs.replace(assign, begin=self.part.begin, state=tuple(map(str, states)))
         before, after = self._connect()
         try:
-            work = StageWork(stage, assign, limits, before, after, self._tell, lent.pace)
+            is_fed = self.part.before is None
+            work = StageWork(stage, assign, limits, before, after, self._tell, lent.pace, is_fed=is_fed)
         except BaseException:
             before.close()
             if after is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..core.errors import FrameError
+from ..core.errors import FrameError, LinkClosed
 from ..core.messages import Backward, Data, Evaluate, Forward, Lend, Norm, Return
 from ..graph import State
 from ..graph.program import DTYPES
@@ -20,7 +21,7 @@ from ..net.pump import Pump, PumpConfig
 from ..runtime.freight import Freight, as_bytes
 from ..runtime.loop import Inbox
 
-__all__ = ["Port", "Wall"]
+__all__ = ["Feed", "Port", "Wall"]
 
 
 class Port:
@@ -96,6 +97,15 @@ class Port:
     def _arrived(self, header: msgspec.Struct, views: Sequence[memoryview]) -> None:
         tensors, self._tensors = self._tensors, []
         self._inbox.put(header, tensors)  # type: ignore[arg-type]
+
+
+class Feed(Port):
+    """The coordinator before the first stage. It may go away while there is something to train: what is done then is
+    not told to it, and is known by the copy that the stage leaves."""
+
+    def put(self, header: Data, tensors: Sequence[Tensor]) -> None:
+        with contextlib.suppress(LinkClosed):
+            super().put(header, tensors)
 
 
 class Wall:

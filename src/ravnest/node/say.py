@@ -48,6 +48,8 @@ class Speaker:
                 self.say(f"{stage_of(part)}: ready")
             case Updated(metrics=metrics):
                 self._updated(metrics)
+            case Saved(is_state=True):
+                pass
             case Saved():
                 self.say(f"{stage_of(part)}: its weights are with the coordinator")
             case Failed(reason=reason):

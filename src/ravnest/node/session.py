@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from ..core.control import MAX_MESSAGE_BYTES, Beat, Goodbye, Hello, Leave, Said, Told, Welcome
+from ..core.control import MAX_MESSAGE_BYTES, Beat, Goodbye, Hello, Said, Told, Welcome
 from ..core.errors import FrameError, LinkClosed, LinkTimeout, RavnestError
 from .client import Client
 
@@ -67,7 +67,7 @@ class Outbox:
 async def converse(
     client: Client, hello: Hello, outbox: Outbox, heard: Callable[[Told], None], doing: Callable[[], str]
 ) -> None:
-    """Until it breaks (`LinkError`) or the coordinator says goodbye (`SentAway`), or `Leave` has been said."""
+    """Until it breaks (`LinkError`) or the coordinator says goodbye (`SentAway`), which it does after a `Leave`."""
     socket = await client.connect("/v1/control", max_message_bytes=MAX_MESSAGE_BYTES)
     try:
         await _send(socket, hello)
@@ -105,8 +105,6 @@ async def _say_all(socket: aiohttp.ClientWebSocketResponse[bool], outbox: Outbox
         said = await outbox.first()
         await _send(socket, said)
         outbox.drop(said)
-        if isinstance(said, Leave):
-            return
 
 
 async def _hear_all(socket: aiohttp.ClientWebSocketResponse[bool], heard: Callable[[Told], None]) -> None:

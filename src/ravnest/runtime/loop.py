@@ -113,6 +113,7 @@ class Loop:
         self._in_flight: dict[int, _Waiting] = {}
         self._at_updates: dict[int, list[Callable[[Loop], None]]] = {}
         self._stopped = False
+        self._ends_with: Exception | None = None
 
     def run(self) -> None:
         """Train, and do what commands say, until one of them is `stop`."""
@@ -144,6 +145,10 @@ class Loop:
     def stop(self) -> None:
         self._stopped = True
 
+    def end_with(self, error: Exception) -> None:
+        """Nothing more will come to be trained: end with this error when nothing is in flight any more."""
+        self._ends_with = error
+
     def _drain(self) -> None:
         while (item := self.inbox.take(0)) is not None:
             self._receive(item)
@@ -151,6 +156,8 @@ class Loop:
     def _wait(self, action: Action) -> None:
         if self._stopped:
             return
+        if self._ends_with is not None and not self.schedule.in_flight:
+            raise self._ends_with
         began = self.clock.now_s()
         item = self.inbox.take(self.trainer.settings.patience_s)
         if item is None:
