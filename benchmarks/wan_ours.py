@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.wan_task import MICROBATCHES, REQUESTER, SEQUENCES, hosts
+from benchmarks.wan_task import MICROBATCHES, REQUESTER, Point, hosts
 from ravnest.testbed import Process, Testbed
 
 PORT = 7700
 WARM_UP = 2  # updates that do not count
 MEMORY = "1GB"
-JOBS = {2: "wan_quick_job.py", 4: "wan_job.py"}
 PATIENCE_S = 300.0
 _TICKET = re.compile(r"rav1-\S+(?=\s)")  # whole, with what comes after it
 _RAVNEST = (sys.executable, "-m", "ravnest")
@@ -35,9 +34,10 @@ class Ours:
     bubbles: tuple[float, ...]
 
 
-def train(bed: Testbed, folder: Path, stages: int, steps: int) -> Ours:
+def train(bed: Testbed, folder: Path, point: Point, stages: int, steps: int) -> Ours:
     """Have the requester's job trained by those who join; they stay until the bed ends."""
-    run, job = folder / "run", Path(__file__).with_name(JOBS[stages])
+    run, job = folder / "run", folder / "job.py"
+    job.write_text(f"from benchmarks.wan_task import make_job\n\njob = make_job({point.limit!r}, stages={stages})\n")
     command = [*_RAVNEST, "train", str(job), "--listen", f"0.0.0.0:{PORT}", "--min-nodes", str(stages), "--wait", "1s"]
     command += ["--min-stages", str(stages)]
     command += ["--steps", str(steps), "--folder", str(run), "--coordinator", str(folder / "coordinator")]
@@ -51,14 +51,14 @@ def train(bed: Testbed, folder: Path, stages: int, steps: int) -> Ours:
         raise RuntimeError(f"no end within {PATIENCE_S:g} s: {_said(folder, REQUESTER)[-1500:]}") from None
     if code != 0:
         raise RuntimeError(f"the requester left with code {code}: {_said(folder, REQUESTER)[-1500:]}")
-    return account(stages, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+    return account(point, stages, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
 
 
-def account(stages: int, lines: Sequence[dict[str, Any]]) -> Ours:
+def account(point: Point, stages: int, lines: Sequence[dict[str, Any]]) -> Ours:
     """Between the warm-up and the last window but one (then the pipe drains)."""
     updates = [line for line in lines if "stages" in line]
     first, last = updates[WARM_UP - 1], updates[-2]
-    samples = (last["step"] - first["step"]) * MICROBATCHES * SEQUENCES
+    samples = (last["step"] - first["step"]) * MICROBATCHES * point.sequences
     early, late = ({m["stage"]: m for m in line["stages"]} for line in (first, last))
     if len(late) != stages:
         raise RuntimeError(f"the model was trained in {len(late)} stages, not {stages}")

@@ -1,9 +1,10 @@
 """Torch's schedules over gloo, one process on each host of the testbed: what ours is measured against over home lines.
 
-    python -m benchmarks.wan_rival --rank 0 --stages 4 --master ADDRESS --steps 3 --schedules 1F1B GPipe
+    python -m benchmarks.wan_rival --limit both --rank 0 --stages 4 --master ADDRESS --steps 3 --schedules 1F1B GPipe
 
-Each process first times its own stage while the others wait: the seconds of the bound. Then all train together. Prints
-one line of JSON: `compute_s` of this stage for a microbatch, `samples_per_s` of all by schedule.
+Each process times its own stage while the others wait, before all train together and after, as a machine's speed
+wanders: the seconds of the bound. Prints one line of JSON: `compute_s` of this stage for a microbatch, `samples_per_s`
+of all by schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rivals import Part
-from benchmarks.wan_task import CONTEXT, LR, MICROBATCHES, SEQUENCES, WIDTH, make_batch, make_part
+from benchmarks.wan_task import CONTEXT, LR, MICROBATCHES, POINTS, Point, make_batch, make_part
 from ravnest.examples.gpt import next_token_loss
 from ravnest.node.allocator import keep_freed_memory
 from ravnest.testbed.namespaces import DEVICE
@@ -33,17 +34,27 @@ WARM_UP = 1  # steps of the schedule that do not count
 WARM_UP_MICROBATCHES = 8
 
 
-def time_stage(part: Part, microbatches: int) -> float:
-    """Seconds for forward and backward of a microbatch, with nobody else at work."""
-    ids, targets = make_batch(1)
-    x = ids if part.begins else torch.randn(SEQUENCES, CONTEXT, WIDTH, requires_grad=True)
-    found = []
-    for _ in range(WARM_UP_MICROBATCHES + microbatches):
-        began_s = time.perf_counter()
+def time_stage(point: Point, part: Part, microbatches: int) -> float:
+    """Seconds for forward and backward of a microbatch, with nobody else at work: the mean, as a share of a core is
+    given in turns of which a microbatch meets more or fewer."""
+    ids, targets = make_batch(point, 1)
+    x = ids if part.begins else torch.randn(point.sequences, CONTEXT, point.width, requires_grad=True)
+    began_s = 0.0
+    for i in range(WARM_UP_MICROBATCHES + microbatches):
+        if i == WARM_UP_MICROBATCHES:
+            began_s = time.perf_counter()
         _forward_backward(part, x, targets)
-        found.append(time.perf_counter() - began_s)
     part.zero_grad()
-    return statistics.median(found[WARM_UP_MICROBATCHES:])
+    return (time.perf_counter() - began_s) / microbatches
+
+
+def time_in_turn(point: Point, part: Part, rank: int, stages: int, microbatches: int) -> float:
+    compute_s = 0.0
+    for turn in range(stages):
+        if turn == rank:
+            compute_s = time_stage(point, part, microbatches)
+        dist.barrier()
+    return compute_s
 
 
 def _forward_backward(part: Part, x: Tensor, targets: Tensor) -> None:
@@ -54,14 +65,14 @@ def _forward_backward(part: Part, x: Tensor, targets: Tensor) -> None:
         y.backward(torch.ones_like(y))
 
 
-def make_step(name: str, part: Part, rank: int, stages: int) -> Callable[[], None]:
+def make_step(name: str, point: Point, part: Part, rank: int, stages: int) -> Callable[[], None]:
     """One update by a schedule of torch."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
     stage = PipelineStage(part, rank, stages, torch.device("cpu"))
     schedule: Any = schedules.get_schedule_class(name)(stage, MICROBATCHES, loss_fn=next_token_loss)
     optimizer = torch.optim.AdamW(part.parameters(), lr=LR)
-    x, y = make_batch()
+    x, y = make_batch(point)
     args = (x,) if part.begins else ()
     kwargs: dict[str, Any] = {"target": y, "losses": []} if part.ends else {}
 
@@ -73,7 +84,7 @@ def make_step(name: str, part: Part, rank: int, stages: int) -> Callable[[], Non
     return step
 
 
-def time_steps(step: Callable[[], None], steps: int) -> float:
+def time_steps(point: Point, step: Callable[[], None], steps: int) -> float:
     """Samples per second of all processes, between two barriers."""
     for _ in range(WARM_UP):
         step()
@@ -82,11 +93,12 @@ def time_steps(step: Callable[[], None], steps: int) -> float:
     for _ in range(steps):
         step()
     dist.barrier()
-    return steps * MICROBATCHES * SEQUENCES / (time.perf_counter() - began_s)
+    return steps * MICROBATCHES * point.sequences / (time.perf_counter() - began_s)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", choices=POINTS, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--master", required=True, help="the address of the first host")
@@ -97,14 +109,15 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as our workers do: else page faults slow torch, and the bound, by several per cent
     os.environ.update(MASTER_ADDR=options.master, MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME=DEVICE)
-    rank, stages = options.rank, options.stages
+    point, rank, stages = POINTS[options.limit], options.rank, options.stages
     dist.init_process_group("gloo", rank=rank, world_size=stages)
-    part, compute_s = make_part(rank, stages), 0.0
-    for turn in range(stages):
-        if turn == rank:
-            compute_s = time_stage(part, microbatches=6 + 2 * options.steps)
-        dist.barrier()
-    samples_per_s = {name: time_steps(make_step(name, part, rank, stages), options.steps) for name in options.schedules}
+    part = make_part(point, rank, stages)
+    found_s = [time_in_turn(point, part, rank, stages, microbatches=10)]
+    samples_per_s = {
+        name: time_steps(point, make_step(name, point, part, rank, stages), options.steps) for name in options.schedules
+    }
+    found_s.append(time_in_turn(point, part, rank, stages, microbatches=10))
+    compute_s = statistics.mean(found_s)
     sys.stdout.write(json.dumps({"compute_s": compute_s, "samples_per_s": samples_per_s}) + "\n")
     dist.destroy_process_group()
 
