@@ -55,6 +55,9 @@ class SlowChannel:
         was_ready, self.is_ready = self.is_ready, False
         return was_ready
 
+    def notice_death(self, after_s: float) -> None:
+        raise AssertionError("nobody asked for it")
+
     def wait_writable(self, timeout_s: float) -> bool:
         self.clock.now_s += min(self.wait_s, timeout_s)
         self.is_ready = self.wait_s < timeout_s

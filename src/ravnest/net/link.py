@@ -29,15 +29,20 @@ It raises `FrameError` to refuse the frame. Returning memory of other lengths re
 
 @config
 class LinkConfig:
-    """What a link carries. `headers` is a msgspec struct or a tagged union of structs."""
+    """What a link carries. `headers` is a msgspec struct or a tagged union of structs.
+
+    `dead_after_s`: a peer whose machine answers nothing for so long is dead, where the system can tell.
+    """
 
     headers: Any
     generation: int = 0
     max_frame_bytes: int = 2**32
+    dead_after_s: float | None = None
 
     def __post_init__(self) -> None:
         require(0 <= self.generation <= MAX_GENERATION, f"generation {self.generation} does not fit in 32 bits")
         require(self.max_frame_bytes >= 0, "max_frame_bytes is a number of bytes, 0 or more")
+        require(self.dead_after_s is None or self.dead_after_s >= 1, "dead_after_s is at least a second")
 
 
 @dataclasses.dataclass

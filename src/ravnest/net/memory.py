@@ -102,6 +102,9 @@ class MemoryChannel:
     def wait_readable(self, timeout_s: float) -> bool:
         return self._incoming.wait_bytes(timeout_s)
 
+    def notice_death(self, after_s: float) -> None:
+        """Nobody dies alone in one process."""
+
     def shutdown(self) -> None:
         self._outgoing.end()
         self._incoming.end()

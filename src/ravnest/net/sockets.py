@@ -64,6 +64,15 @@ class SocketChannel:
             with contextlib.suppress(OSError):  # Windows knows the option and refuses it: woken more often, not wrong
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
+    def notice_death(self, after_s: float) -> None:
+        """What was sent must be acknowledged in that time; on a silent connection the system asks now and then."""
+        asks = {"TCP_KEEPIDLE": max(1, int(after_s / 3)), "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": max(1, int(after_s / 2))}
+        with contextlib.suppress(OSError):  # not a TCP connection: its other end is on this machine
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in {**asks, "TCP_USER_TIMEOUT": int(1000 * after_s)}.items():
+                if (option := getattr(socket, name, None)) is not None:  # each system has some of them
+                    self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
     def shutdown(self) -> None:
         with contextlib.suppress(OSError):  # the peer was first; those who wait have been woken by that
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -54,6 +54,9 @@ class Channel(Protocol):
 
     def wait_readable(self, timeout_s: float) -> bool: ...
 
+    def notice_death(self, after_s: float) -> None:
+        """End when the other machine has answered nothing for so long, where the system can tell."""
+
     def shutdown(self) -> None:
         """End both ways and wake both waiting threads; the channel still exists."""
 
@@ -101,6 +104,8 @@ class StreamLink:
         self._gate = Gate(f"the link to {peer}", channel.close)
         self._send_turn, self._receive_turn = threading.Lock(), threading.Lock()
         self._sent, self._received = Flow(), Flow()
+        if config.dead_after_s is not None:
+            channel.notice_death(config.dead_after_s)
 
     @property
     def peer(self) -> str:

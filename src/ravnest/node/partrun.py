@@ -44,6 +44,7 @@ __all__ = ["PartRun"]
 _REACH_S = 60.0
 _COPIES_S = 600.0  # that neighbours may take to get what they begin from
 _PAUSE_S = 600.0
+_DEAD_S = 5.0  # a neighbour whose PC answers nothing for so long is gone, for now
 _FEED_S = 20.0
 _FLUSH_S = 1.0
 
@@ -235,7 +236,7 @@ class PartRun:
         return dial_feed(address, self._lent.identity, self._link_config(), purpose=purpose, deadline_s=_FEED_S)
 
     def _link_config(self) -> LinkConfig:
-        return LinkConfig(headers=Data, generation=self.part.generation)
+        return LinkConfig(headers=Data, generation=self.part.generation, dead_after_s=_DEAD_S)
 
 
 class _Dialling:

@@ -133,6 +133,9 @@ class _SharedChannel:
     def wait_readable(self, timeout_s: float) -> bool:
         return self._wait(self._incoming.filled, timeout_s)
 
+    def notice_death(self, after_s: float) -> None:
+        """The system closes a dead process's sockets at once, and there is no other machine."""
+
     def shutdown(self) -> None:
         with contextlib.suppress(OSError):  # the peer was first
             self._sock.shutdown(socket.SHUT_RDWR)
