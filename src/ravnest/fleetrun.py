@@ -28,6 +28,7 @@ from .clusterrun import ClusterRun
 from .coordinator.coordinator import Coordinator
 from .coordinator.events import CallerRefused, Event, LeaseGranted, LeaseSettled, NodeReady, PlanMade
 from .coordinator.leases import Leases
+from .coordinator.requester import Piece
 from .coordinator.sentences import sentence
 from .coordinator.service import Service, ServiceConfig
 from .coordinator.status import Live
@@ -183,7 +184,7 @@ class FleetRun:
             except Exception as error:  # the user's own iterator, or a batch that does not fit
                 return error
             number += 1
-            self._serving.soon(lambda coordinator: coordinator.more())
+            self._serving.soon(lambda coordinator: coordinator.running.more())
             self._checkpoint_if_due()
         return None
 
@@ -199,7 +200,7 @@ class FleetRun:
         is_alone = len(self._clusters) == 1
 
         def look(coordinator: Coordinator) -> tuple[int, int] | None:
-            live = coordinator.clusters.get(cluster)
+            live = coordinator.running.clusters.get(cluster)
             if live is None or live.retires is not None:
                 return None
             leases = coordinator.state.leases
@@ -211,8 +212,7 @@ class FleetRun:
             return
         updates, batches = found
         if keeping.begin(cluster, training.plan, updates=updates, batches=batches, trained=self._settled):
-            order = partial(Coordinator.checkpoint, cluster=cluster, at=updates, whole=is_alone)
-            self._serving.call(order)
+            self._serving.call(lambda c: c.running.checkpoint(cluster, at=updates, whole=is_alone))
 
     def _is_over(self) -> bool:
         return self._bad is not None or self._stop.asked
@@ -228,9 +228,7 @@ class FleetRun:
         for cluster in clusters:
             evaluation = self._clusters[cluster].record.begin_evaluation(step)
             evaluation.sent, evaluation.is_all_sent = len(pieces), True
-            self._serving.call(
-                partial(Coordinator.evaluate, cluster=cluster, first=evaluation.first, pieces=pieces, fresh=fresh)
-            )
+            self._serving.call(partial(_evaluate, cluster=cluster, first=evaluation.first, pieces=pieces, fresh=fresh))
 
     # following
 
@@ -299,7 +297,7 @@ class FleetRun:
             case Lost(microbatch=microbatch, values=values):
                 if record.lost(microbatch, values) and self._bad is None:
                     self._bad = cluster, microbatch // record.accumulate
-                    self._serving.soon(lambda c: c.end_after(cluster, microbatch // record.accumulate))
+                    self._serving.soon(lambda c: c.running.end_after(cluster, microbatch // record.accumulate))
             case Updated(metrics=metrics):
                 if metrics.stage != stage:
                     raise FrameError(f"stage {stage} calls itself {metrics.stage}")
@@ -363,7 +361,7 @@ class FleetRun:
         if self._stop.asked and not self._began:
             raise RavnestError("stopped before any cluster trained: nothing is saved")
         self._until(self._all_settled)
-        self._serving.call(lambda coordinator: coordinator.end_training())
+        self._serving.call(lambda coordinator: coordinator.running.end_training())
         self._until(self._all_updated, _PATIENCE_S, "the last updates")
         if self._bad is None:
             self._average()
@@ -375,7 +373,7 @@ class FleetRun:
 
     def _all_settled(self) -> bool:
         """Nothing is out that could still be trained; what a cluster stopped for is not."""
-        outstanding = self._serving.call(lambda c: {x: c.state.leases.outstanding_of(x) for x in c.clusters})
+        outstanding = self._serving.call(lambda c: {x: c.state.leases.outstanding_of(x) for x in c.running.clusters})
         waiting = self._serving.call(lambda c: c.state.leases.waiting)
         bad = self._bad[0] if self._bad is not None else None
         if any(batches for cluster, batches in outstanding.items() if cluster != bad):
@@ -425,7 +423,7 @@ class FleetRun:
                 else f"the model of this run is that of cluster {cluster}, the best of {len(self._clusters)} "
                 f"(loss {training.worth:.4f}): they did not average"
             )
-        self._serving.call(lambda coordinator: coordinator.save(cluster))
+        self._serving.call(lambda coordinator: coordinator.running.save(cluster))
         wanted = training.record.num_stages
         self._until(
             lambda: len(training.saved) == wanted or cluster not in self._clusters, _PATIENCE_S, "sending the weights"
@@ -436,3 +434,7 @@ class FleetRun:
         gather(self.work.program, training.plan.stages, parts, self._model, self.work.seed)
         self.result, self.result_stages = training.plan, dict(training.record.stages)
         return True
+
+
+def _evaluate(coordinator: Coordinator, cluster: str, first: int, pieces: Sequence[Piece], *, fresh: bool) -> None:
+    coordinator.running.evaluate(cluster, first, pieces, fresh=fresh)

@@ -150,7 +150,7 @@ class House:
     async def trains(self, batches: int = 5) -> None:
         """So many batches more are given, and settled, each once."""
         self.giver.given += batches
-        self.coordinator.more()
+        self.coordinator.running.more()
         await self.until(lambda: self.settled == self.giver.given, f"{self.giver.given} batches are settled")
         assert sorted(self.giver.done) == list(range(self.giver.given))
         assert self.coordinator.state.leases.counts.is_balanced
@@ -164,7 +164,7 @@ class House:
         await self.until(lambda: cluster in clusters and clusters[cluster].phase == phase, f"{cluster} is {phase}")
 
     def cluster_of(self, name: str) -> LiveCluster:
-        found = self.coordinator.cluster_of(name)
+        found = self.coordinator.running.of(name)
         assert found is not None, f"{name} is in no cluster"
         return found
 

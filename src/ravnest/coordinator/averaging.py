@@ -26,7 +26,6 @@ from ..core.orders import (
 from ..core.peers import Peer
 from ..net.hub import RelayHub
 from ..plan.codec import LineLoad, choose_codec
-from .clusters import LiveCluster
 from .events import (
     Event,
     NodeAveraged,
@@ -41,6 +40,7 @@ from .events import (
 )  # fmt: skip
 from .requester import Requester, RingShape
 from .rounds import AveragingWishes, CloseRound, CommitRound, LayNewRings, OpenRound, decide_round, warm_clusters
+from .running import Running
 from .state import State
 
 __all__ = ["Averaging", "AveragingReport", "Office"]
@@ -57,15 +57,13 @@ class Office(Protocol):
     state: State
     requester: Requester
     hub: RelayHub
-    clusters: dict[str, LiveCluster]
+    running: Running
 
     def now_s(self) -> float: ...
 
     def record(self, event: Event) -> None: ...
 
     def note(self, text: str) -> None: ...
-
-    def tell_order(self, name: str, order: Order) -> None: ...
 
 
 class Averaging:
@@ -111,7 +109,7 @@ class Averaging:
 
     async def _lay(self, clusters: tuple[str, ...], reason: str) -> None:
         office = self._office
-        plans = [office.clusters[cluster].plan for cluster in clusters if cluster in office.clusters]
+        plans = [office.running.clusters[cluster].plan for cluster in clusters if cluster in office.running.clusters]
         try:
             shapes = await asyncio.to_thread(office.requester.rings, plans)
         except RavnestError as error:
@@ -146,7 +144,7 @@ class Averaging:
                 for other in pair
                 if other != name
             )
-            office.tell_order(name, LayRings(generation, seats, peers))
+            office.running.tell_order(name, LayRings(generation, seats, peers))
 
     def _average(self) -> Average:
         state = self._office.state
@@ -183,12 +181,12 @@ class Averaging:
         assert state.round is not None
         for cluster in state.round.weights:
             for name in _nodes_of(state, cluster):
-                self._office.tell_order(name, order)
+                self._office.running.tell_order(name, order)
 
     def _tell_all(self, order: Order) -> None:
         state = self._office.state
         for name in state.ring_members:
-            self._office.tell_order(name, order)
+            self._office.running.tell_order(name, order)
 
     def reported(self, name: str, report: AveragingReport) -> None:
         """What a node says of rings and rounds."""

@@ -180,7 +180,7 @@ def _in_round(
     alive = {cluster: weight for cluster, weight in now.weights.items() if cluster in training}
     members = _members(state, alive)
     if now.is_committed:
-        if now.shifted >= members:
+        if now.shifted >= members or now_s >= now.began_s + _FINISH * wishes.grace_s:
             yield CloseRound(now.number, "")
     elif len(alive) < len(now.weights):
         gone = [cluster for cluster in now.weights if cluster not in alive]

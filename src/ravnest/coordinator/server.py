@@ -183,7 +183,7 @@ class _Desk:
         """Who it is, and of which cluster and stage, if it is what it says."""
         name = self._member(request)
         generation, stage = int(request.match_info["generation"]), int(request.match_info["stage"])
-        live = self._coordinator.cluster_of(name)
+        live = self._coordinator.running.of(name)
         if live is None or live.generation != generation or live.stage_of(name) != stage:
             raise Refusal(f"{name} is not stage {stage} of generation {generation}", 409)
         return name, live, stage

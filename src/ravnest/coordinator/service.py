@@ -137,7 +137,7 @@ class Service:
             {
                 RELAY_PROTOCOL: members_only(coordinator.hub, coordinator.state.why_not_member, coordinator.refused),
                 FEED_PROTOCOL: lambda: FeedPort(
-                    coordinator.feed_for, coordinator.refused, hello_s=self.config.patience.hello_s
+                    coordinator.running.feed_for, coordinator.refused, hello_s=self.config.patience.hello_s
                 ),
             },
             otherwise=self._web,
@@ -154,10 +154,10 @@ class Service:
     async def close(self, reason: str) -> None:
         """End all conversations and stop listening."""
         coordinator = self.coordinator
-        coordinator.is_ending = True
-        for cluster in list(coordinator.clusters):
-            coordinator.end_cluster(cluster, reason)
-        coordinator.tell_refusals()
+        coordinator.running.is_ending = True
+        for cluster in list(coordinator.running.clusters):
+            coordinator.running.end(cluster, reason, is_lost=False)
+        coordinator.refusals.tell_all()
         coordinator.record(RunEnded(coordinator.now_s(), reason))
         for task in self._tasks:
             task.cancel()
