@@ -78,6 +78,7 @@ class RingDesk:
         self._rings: _Rings | None = None
         self._round: _Round | None = None
         self._closed_round = 0  # nothing of this round or an older one is begun again
+        self._said: list[Begun | Averaged | NotAveraged | Shifted] = []  # of the latest round
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rings", daemon=True)
 
@@ -123,7 +124,17 @@ class RingDesk:
 
     def _failed(self, order: RingOrder, reason: str) -> None:
         if isinstance(order, Average):
-            self._tell(NotAveraged(order.round, order.attempt, reason[:500]))
+            self._say(NotAveraged(order.round, order.attempt, reason[:500]))
+
+    def _say(self, report: Begun | Averaged | NotAveraged | Shifted) -> None:
+        self._said = [*(said for said in self._said if said.round == report.round), report]
+        self._tell(report)
+
+    def _say_again(self, number: int) -> None:
+        """Who tells an order twice may not have heard the answer: it is lost if a connection breaks at that moment."""
+        for report in self._said:
+            if report.round == number:
+                self._tell(report)
 
     # links
 
@@ -169,12 +180,14 @@ class RingDesk:
     def _average(self, order: Average) -> None:
         rings = self._rings
         if rings is None or order.generation != rings.laid.generation or order.round <= self._closed_round:
+            self._say_again(order.round)
             return
         if self._round is None or self._round.number != order.round:
             self._begin(order.round, rings)
         now = self._round
         assert now is not None
         if order.attempt <= now.attempt:
+            self._say_again(order.round)
             return
         now.attempt, now.outer = order.attempt, order.outer
         parts = [self._part(rings, now, ring, order) for ring in self._taking_part(rings, order)]
@@ -194,7 +207,7 @@ class RingDesk:
         self._ask(take)
         updates, snapshot = taken.result(_SNAPSHOT_S)
         self._round = _Round(number, updates, snapshot, {ring: np.empty_like(v) for ring, v in snapshot.items()})
-        self._tell(Begun(number))
+        self._say(Begun(number))
 
     def _taking_part(self, rings: _Rings, order: Average) -> list[int]:
         return [seat.ring for seat in rings.laid.seats if self._me in order.weights]
@@ -214,10 +227,10 @@ class RingDesk:
     def _report(self, order: Average, now: _Round, parts: list[Part], outcome: Outcome) -> None:
         if outcome.failed:
             failure = next(iter(outcome.failed.values()))
-            self._tell(NotAveraged(order.round, order.attempt, str(failure)[:500], failure.member))
+            self._say(NotAveraged(order.round, order.attempt, str(failure)[:500], failure.member))
             return
         plain_bytes = sum(2 * (len(p.spec.members) - 1) * p.result.nbytes // len(p.spec.members) for p in parts)
-        self._tell(
+        self._say(
             Averaged(
                 round=order.round, attempt=order.attempt, digests={p.spec.id: digest(p.result) for p in parts},
                 seconds=outcome.seconds, sent_bytes=outcome.sent_bytes,
@@ -228,6 +241,7 @@ class RingDesk:
     def _commit(self, number: int, attempt: int) -> None:
         now, rings = self._round, self._rings
         if rings is None or now is None or (now.number, now.attempt) != (number, attempt):
+            self._say_again(number)
             return
         self._round, self._closed_round = None, number
         for ring, result in now.results.items():
@@ -242,7 +256,7 @@ class RingDesk:
                 for ring, result in now.results.items():
                     np.subtract(result, now.snapshot[ring], out=result)
                 loop.trainer.shift(unflatten(seats, now.results, tensors), now=is_idle)
-            self._tell(Shifted(number))
+            self._say(Shifted(number))
 
         self._ask(take_over)
 
