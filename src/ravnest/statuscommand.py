@@ -91,9 +91,15 @@ def _nodes(status: Status) -> Table:
             )),
             "\n".join(f"{link.peer}: {link.how}" for link in node.links),
             "" if node.heard_s_ago is None else f"{format_seconds(node.heard_s_ago)} ago",
-            node.doing or node.why,
+            "\n".join([node.doing or node.why, *_keeps(node)]),
         )  # fmt: skip
     return table
+
+
+def _keeps(node: NodeStatus) -> list[str]:
+    """What it could give to others, if its own part is not that."""
+    kept = [copy for copy in node.keeps if (copy.cluster, copy.stage) != (node.cluster, node.stage)]
+    return [f"keeps {copy.cluster} stage {copy.stage}, {format_seconds(copy.age_s)} old" for copy in kept[-2:]]
 
 
 def _place(node: NodeStatus) -> str:

@@ -22,7 +22,7 @@ from .records import ClusterRecord, LinkRecord, NodeRecord, State
 from .sentences import plain
 
 __all__ = [
-    "AveragedStatus", "ClusterStatus", "EventStatus", "LeaseStatus", "LinkStatus", "Live", "NodeStatus",
+    "AveragedStatus", "ClusterStatus", "CopyStatus", "EventStatus", "LeaseStatus", "LinkStatus", "Live", "NodeStatus",
     "RefusalStatus", "RelayStatus", "StageStatus", "Status", "status_of",
 ]  # fmt: skip
 
@@ -42,8 +42,20 @@ class LinkStatus(_Part, frozen=True):
     hint: str
 
 
+class CopyStatus(_Part, frozen=True):
+    """A copy that a node keeps of what a stage had learnt, and how old it is."""
+
+    cluster: str
+    stage: int
+    updates: int
+    age_s: float
+
+
 class NodeStatus(_Part, frozen=True):
-    """A member. `state` is one of free, forming, training, left out, gone, kicked and enrolled; `why` says why."""
+    """A member. `state` is one of free, forming, training, leaving, left out, gone, kicked and enrolled; `why` says why.
+
+    `speed` is the share of what it measured that its stages showed it to have.
+    """
 
     name: str
     state: str
@@ -55,6 +67,9 @@ class NodeStatus(_Part, frozen=True):
     cluster: str | None = None
     stage: int | None = None
     links: tuple[LinkStatus, ...] = ()
+    keeps: tuple[CopyStatus, ...] = ()
+    speed: float = 1.0
+    losses: int = 0
 
 
 class StageStatus(_Part, frozen=True):
@@ -210,6 +225,12 @@ def _node(state: State, name: str, now_s: float, wishes: Wishes) -> NodeStatus:
         cluster=node.cluster,
         stage=cluster.plan.members.index(name) if cluster is not None else None,
         links=_links(name, cluster.links) if cluster is not None else (),
+        keeps=tuple(
+            CopyStatus(kept.copy.cluster, kept.copy.stage, kept.copy.updates, max(now_s - kept.at_s, 0.0))
+            for kept in node.copies
+        ),
+        speed=node.speed,
+        losses=node.losses,
     )
 
 
@@ -221,6 +242,8 @@ def _standing(
         return "kicked", kicked
     if not node.is_present:
         return "gone", node.why
+    if node.leaving_s is not None:
+        return "leaving", node.why
     if cluster is not None:
         return cluster.phase, node.why
     if node.blamed_s is not None and node.is_blamed(now_s, wishes.blame_s):
