@@ -31,11 +31,21 @@ def test_a_slow_link_lengthens_both() -> None:
     assert depths([1.0, 1.0], [LinkSeconds(4.0, 4.0, duplex=False)], slack=0) == (2, 1)
 
 
-def test_a_slow_line_lengthens_the_interval_alone() -> None:
+def test_a_slow_line_lengthens_the_interval() -> None:
     assert depths([1.0, 1.0, 1.0], slack=0) == (3, 2, 1)
-    lines = [LineSeconds(), LineSeconds(up_s=2.0), LineSeconds(down_s=1.0)]
-    assert depths([1.0, 1.0, 1.0], line_seconds=lines, slack=0) == (2, 1, 1)
-    assert interval_s([1.0, 1.0, 1.0], [], (2, 1, 1), lines) == 2.0
+    lines = [LineSeconds(), LineSeconds(), LineSeconds(up_s=2.0, down_s=1.0)]
+    assert depths([1.0, 1.0, 1.0], [LinkSeconds(0.0, 0.0), LinkSeconds(1.0, 2.0)], lines, slack=0) == (3, 3, 1)
+    assert interval_s([1.0, 1.0, 1.0], [], (3, 2, 1), lines) == 2.0
+
+
+def test_messages_that_share_a_line_take_longer() -> None:
+    """The middle one of three sends two messages of a second for each microbatch, and receives two."""
+    stages, links = [1.0, 1.0, 1.0], [LinkSeconds(1.0, 1.0)] * 2
+    ends, middle = LineSeconds(up_s=1.0, down_s=1.0), LineSeconds(up_s=2.0, down_s=2.0)
+    assert depths(stages, links, [ends, ends, ends], slack=0) == (7, 4, 1)
+    assert depths(stages, links, [ends, middle, ends], slack=0) == (6, 3, 1)  # (3 + 4 * 2) / 2, (2 + 2 * 2) / 2
+    assert interval_s(stages, links, (6, 3, 1), [ends, middle, ends]) == 2.0
+    assert interval_s(stages, links, (1, 1, 1), [ends, middle, ends]) == 7.0  # one at a time shares with nobody
 
 
 def test_a_cap() -> None:

@@ -6,6 +6,10 @@ more leaves in every interval of the slowest part. To fill the trip, and no more
     depth_j = ceil(trip_j / interval) + slack,   trip_j = seconds_j + there and back over link j + trip_{j+1}
     interval = max(all stages' seconds, all links' seconds, all lines' seconds)
 
+A line that a node shares between its neighbours carries several messages at once, so that each may take as long as the
+line needs for them all: there over link j = max(its own seconds, up_j, down_{j+1}), and back likewise. No message needs
+to wait so, which is why the rate below counts its own seconds alone.
+
 With N equal stages and quick links that is N - j + 1 for j = 1..N. The leaf turns round at once: 1. `slack` covers
 what times vary by; a stage that is not the leaf gets it. With fewer in flight (`max_depth`, or want of memory), a
 microbatch is done only every max(interval, trip_j / depth_j).
@@ -14,6 +18,7 @@ microbatch is done only every max(interval, trip_j / depth_j).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -65,7 +70,7 @@ def depths(
     """Microbatches in flight per stage, root first; links and lines that are not given take no time."""
     require(slack >= 0, f"slack must be 0 or more, not {slack}")
     require(max_depth is None or max_depth >= 1, f"max_depth must be at least 1, not {max_depth}")
-    interval, trips = _interval_and_trips(stage_seconds, link_seconds, line_seconds)
+    interval, trips = _interval_and_trips(stage_seconds, link_seconds, line_seconds, is_shared=True)
     most = inf if max_depth is None else max_depth
     filled = [needed_depth(trip, interval) for trip in trips]
     return (*(int(min(depth + slack, most)) for depth in filled[:-1]), 1)
@@ -98,9 +103,16 @@ def bottleneck_s(
 
 
 def _interval_and_trips(
-    stage_seconds: Sequence[float], link_seconds: Sequence[LinkSeconds], line_seconds: Sequence[LineSeconds]
+    stage_seconds: Sequence[float],
+    link_seconds: Sequence[LinkSeconds],
+    line_seconds: Sequence[LineSeconds],
+    *,
+    is_shared: bool = False,
 ) -> tuple[float, list[float]]:
-    """Seconds of the slowest part, and from each stage's forward to the end of its own backward."""
+    """Seconds of the slowest part, and from each stage's forward to the end of its own backward.
+
+    `is_shared`: each message shares its lines with all others that use them.
+    """
     num = len(stage_seconds)
     require(num >= 1, "there is at least one stage")
     links = list(link_seconds) or [LinkSeconds(0.0, 0.0)] * (num - 1)
@@ -108,7 +120,15 @@ def _interval_and_trips(
     require(len(line_seconds) in (0, num), f"{num} stages have {num} lines, not {len(line_seconds)}")
     interval = bottleneck_s(stage_seconds, links, line_seconds)
     require(min(stage_seconds) >= 0 and interval < inf, "seconds must be finite and 0 or more")
+    if is_shared and line_seconds:
+        links = [_share(link, *ends) for link, ends in zip(links, pairwise(line_seconds), strict=True)]
     trips = [stage_seconds[-1]]
     for seconds, link in zip(reversed(stage_seconds[:-1]), reversed(links), strict=True):
         trips.append(trips[-1] + seconds + link.round_trip_s)
     return interval, trips[::-1]
+
+
+def _share(link: LinkSeconds, near: LineSeconds, far: LineSeconds) -> LinkSeconds:
+    return link._replace(
+        forward_s=max(link.forward_s, near.up_s, far.down_s), backward_s=max(link.backward_s, far.up_s, near.down_s)
+    )
