@@ -1,57 +1,49 @@
-"""A training run on whoever joins: feeds batches to the coordinator, follows its clusters, keeps what they made.
+"""A training run on whoever joins: feeds batches to the coordinator, keeps checkpoints, and puts the model together.
 
-Until clusters average their weights, each keeps its own: the run's model is that of the best cluster, by the held-out
-loss where there is one, else by its latest training losses. The run says so.
+The model is the last average of the clusters. If they did not average, it is that of the best cluster, by the held-out
+loss where there is one, else by its latest training losses; the run says so.
 
 This thread iterates the user's data and shows progress; the coordinator's loop has a thread of its own (`Serving`).
-What happens there comes here as notes in a queue.
+What happens there comes here as notes in a queue (`Following`).
 """
 
 from __future__ import annotations
 
-import json
-import math
-import queue
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
-
-import msgspec
+from typing import Any
 
 from . import __version__
 from .checkpoints import Checkpoint
 from .clusterplan import ClusterMaker
 from .clusterrun import ClusterRun
 from .coordinator.coordinator import Coordinator
-from .coordinator.events import CallerRefused, Event, LeaseGranted, LeaseSettled, NodeReady, PlanMade
 from .coordinator.leases import Leases
 from .coordinator.requester import Piece
-from .coordinator.sentences import sentence
 from .coordinator.service import Service, ServiceConfig
 from .coordinator.status import Live
-from .core.errors import FrameError, NotFinite, RavnestError
+from .core.errors import NotFinite, RavnestError
 from .core.metrics import StageMetrics
-from .core.orders import Evaluated, Lost, Reports, Saved, Updated
 from .data import Batches
-from .fleetdesk import Desk, Ended, Fed, Happened, Note, Reported, Settled, part_path
+from .fleetdesk import Desk, Happened, part_path
+from .fleetfollow import Following
 from .fleetkeeping import FleetKeeping
 from .graph import Program
 from .interrupt import Interrupt
 from .localplan import LocalPlan
+from .metricsfile import MetricsFile
 from .modelfile import gather
 from .progress import Progress, Show
-from .record import Record
 from .serving import Serving
 from .supply import Supply
 
 __all__ = ["FleetRun", "FleetWork"]
 
 _PATIENCE_S = 600.0
-_LOOK_S = 0.5
 _AVERAGE_S = 180.0
+_MEND_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -71,79 +63,86 @@ class FleetWork:
 
 
 class FleetRun:
-    """Feeds, follows, saves."""
+    """Feeds, saves."""
 
     def __init__(self, work: FleetWork, show: Show) -> None:
         self.work, self.show = work, show
-        self.progress = Progress()
-        self.losses: list[float] = []
-        self.evaluations: list[dict[str, float]] = []
         self.result: LocalPlan | None = None
         self.result_stages: dict[int, StageMetrics] = {}
-        self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
-        self._labels = [v.name for v in work.program.outputs]
-        self._clusters: dict[str, ClusterRun] = {}
-        self._settled = self._samples = self._number = 0
-        self._bad: tuple[str, int] | None = None
-        self._began = 0.0
+        labels = [v.name for v in work.program.outputs]
+        self._following = Following(labels, work.maker, work.keeping, show, work.folder, work.supply)
+        self._clusters = self._following.clusters
+        self._number = 0
+
+    @property
+    def progress(self) -> Progress:
+        return self._following.progress
+
+    @property
+    def losses(self) -> list[float]:
+        return self._following.losses
+
+    @property
+    def evaluations(self) -> list[dict[str, float]]:
+        return self._following.evaluations
 
     def run(
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
     ) -> None:
         """Train for `steps` batches, or until the data end. Ctrl-C ends early and saves; a second one at once."""
-        work = self.work
-        desk = Desk(work.maker, work.supply, work.folder, self._notes, work.keeping)
+        work, following = self.work, self._following
+        desk = Desk(work.maker, work.supply, work.folder, following.notes, work.keeping)
         work.maker.checkpoint = work.start
 
         def make() -> Service:
             service = Service(
                 work.service, desk, run=work.name, steps=steps, release=__version__,
                 first=0 if work.start is None else work.start.manifest.batches, resume=work.resume,
-                on_event=lambda event: self._notes.put(Happened(event)), live=self._live,
+                on_event=lambda event: following.notes.put(Happened(event)), live=self._live,
             )  # fmt: skip
             self._take_up(service.coordinator.state.leases)
             return service
 
         try:
-            listening = Serving(self.work.service.directory, make)
-            with listening as serving, self._open_log() as log, Interrupt() as stop:
-                self._serving, self._log, self._stop = serving, log, stop
+            listening = Serving(work.service.directory, make)
+            with listening as serving, Interrupt() as stop, self._open_log() as log:
+                self._serving, self._stop = serving, stop
+                following.begin(serving, log)
                 self.show.invited(serving.ticket)
                 self._pass_over(batches)
                 wrong = self._feed_all(batches, steps, validate, every)
                 self._finish(None if wrong else validate)
         finally:
             work.keeping.close()
-            for path in self.work.folder.glob(".*.safetensors*"):
+            for path in work.folder.glob(".*.safetensors*"):
                 path.unlink(missing_ok=True)
         if wrong is not None:
-            wrong.add_note(f"The {self._settled} steps before it are saved in {self._model}.")
+            wrong.add_note(f"The {following.settled} steps before it are saved in {self._model}.")
             raise wrong
-        if self._bad is not None:
+        if following.bad is not None:
             raise NotFinite(
-                f"the loss of cluster {self._bad[0]} is not a finite number in its step {self._bad[1] + 1}: the "
-                f"weights before that step are in {self._model}. Try a smaller learning rate, warm-up or clip_norm, "
-                "and look at that batch"
+                f"the loss of cluster {following.bad[0]} is not a finite number in its step {following.bad[1] + 1}: "
+                f"the weights before that step are in {self._model}. Try a smaller learning rate, warm-up or "
+                "clip_norm, and look at that batch"
             )
 
-    def _open_log(self) -> IO[str]:
-        return (self.work.folder / "metrics.jsonl").open("a" if self.work.resume else "w")
+    _serving: Serving
+    _stop: Interrupt
+
+    def _open_log(self) -> MetricsFile:
+        return MetricsFile(self.work.folder / "metrics.jsonl", after=self.progress.step)
 
     def _take_up(self, leases: Leases) -> None:
         """Where the data go on, if the run had an earlier life. Called before anybody can come."""
         self._number = leases.settled_below
         self.work.supply.go_on(leases.settled_below, leases.next_new, leases.unsettled)
-        self._settled = self.progress.step = leases.next_new - len(leases.unsettled)
+        self._following.settled = self.progress.step = leases.next_new - len(leases.unsettled)
 
     def _pass_over(self, batches: Batches) -> None:
         """What was trained in an earlier life of this run."""
         if self._number:
             self.show.told(f"passing over {self._number} batches of the data, which were trained before")
             batches.skip(self._number)
-
-    _serving: Serving
-    _log: IO[str]
-    _stop: Interrupt
 
     @property
     def _model(self) -> Path:
@@ -169,7 +168,7 @@ class FleetRun:
         supply = self.work.supply
         number = self._number
         while (steps is None or number < steps) and not self._is_over():
-            self._until(lambda: supply.has_room or self._is_over())
+            self._following.until(lambda: supply.has_room or self._is_over())
             if self._is_over():
                 break
             try:
@@ -189,14 +188,16 @@ class FleetRun:
         return None
 
     def _checkpoint_if_due(self) -> None:
-        """Ask the cluster that has come furthest for what it has learnt, after the last window that it was fed."""
+        """Of the cluster that has come furthest."""
         keeping, leading = self.work.keeping, self._leading()
         for news in keeping.news():
             self.show.told(news)
-        if not leading or not keeping.is_due(self._settled):
-            return
-        cluster = leading[0]
-        training = self._clusters[cluster]
+        if leading and keeping.is_due(self._following.settled):
+            self._checkpoint(leading[0])
+
+    def _checkpoint(self, cluster: str) -> None:
+        """Ask a cluster for what it has learnt, after the last window that it was fed."""
+        keeping, training = self.work.keeping, self._clusters[cluster]
         is_alone = len(self._clusters) == 1
 
         def look(coordinator: Coordinator) -> tuple[int, int] | None:
@@ -211,11 +212,11 @@ class FleetRun:
         if found is None:
             return
         updates, batches = found
-        if keeping.begin(cluster, training.plan, updates=updates, batches=batches, trained=self._settled):
+        if keeping.begin(cluster, training.plan, updates=updates, batches=batches, trained=self._following.settled):
             self._serving.call(lambda c: c.running.checkpoint(cluster, at=updates, whole=is_alone))
 
     def _is_over(self) -> bool:
-        return self._bad is not None or self._stop.asked
+        return self._following.bad is not None or self._stop.asked
 
     def _leading(self) -> list[str]:
         """The cluster that has trained the most, if any trains."""
@@ -230,161 +231,51 @@ class FleetRun:
             evaluation.sent, evaluation.is_all_sent = len(pieces), True
             self._serving.call(partial(_evaluate, cluster=cluster, first=evaluation.first, pieces=pieces, fresh=fresh))
 
-    # following
-
-    def _until(self, is_so: Callable[[], bool], timeout_s: float = math.inf, what: str = "") -> None:
-        """Handle notes until something is so."""
-        until = time.monotonic() + timeout_s
-        while not is_so():
-            if time.monotonic() > until:
-                raise RavnestError(f"{what} took longer than {timeout_s:g} s")
-            try:
-                note = self._notes.get(timeout=_LOOK_S)
-            except queue.Empty:
-                continue
-            try:
-                self._handle(note)
-            except FrameError as error:  # a node says what cannot be
-                assert isinstance(note, Reported)
-                self._blame(note, str(error))
-
-    def _blame(self, note: Reported, reason: str) -> None:
-        self._serving.soon(lambda coordinator: coordinator.blame(note.cluster, note.stage, reason))
-
-    def _handle(self, note: Note) -> None:
-        match note:
-            case Happened(event=event):
-                self._happened(event)
-            case Settled():
-                self._settled += 1
-                self.progress.step += not self._clusters  # trained while this coordinator was not there
-            case Ended(cluster=cluster):
-                self._clusters.pop(cluster, None)
-                self.work.keeping.ended(cluster)
-            case Fed(cluster=cluster, window=window, pieces=pieces) if cluster in self._clusters:
-                training = self._clusters[cluster]
-                training.fed = window + 1
-                training.samples[window] = sum(piece.samples for piece in pieces if piece.share)
-                for i, piece in enumerate(pieces):
-                    training.record.fed(window * training.record.accumulate + i, piece.share)
-            case Reported(cluster=cluster, stage=stage, report=report) if cluster in self._clusters:
-                self._reported(cluster, stage, report)
-
-    def _happened(self, event: Event) -> None:
-        if isinstance(event, LeaseGranted | LeaseSettled):
-            return
-        text = sentence(event)
-        if text is not None and not isinstance(event, CallerRefused):
-            self.show.told(text)
-        if isinstance(event, PlanMade):
-            for cluster in event.clusters:
-                plan = self.work.maker.plans[cluster.id]
-                record = Record(self._labels, cluster.accumulate, len(cluster.members), first=cluster.begin)
-                self._clusters[cluster.id] = ClusterRun(plan, record, fed=cluster.begin)
-                self.show.planned(plan, cluster.id)
-            self.work.supply.lead = max(4, 2 * len(self._clusters))
-            self._write_plans()
-        elif isinstance(event, NodeReady) and self._serving.call(lambda c: c.state.is_training(event.cluster)):
-            training = self._clusters.get(event.cluster)
-            if training is not None and not training.began_s:
-                training.began_s = time.monotonic()
-                self._began = self._began or training.began_s
-
-    def _reported(self, cluster: str, stage: int, report: Reports) -> None:
-        training = self._clusters[cluster]
-        record = training.record
-        match report:
-            case Lost(microbatch=microbatch, values=values):
-                if record.lost(microbatch, values) and self._bad is None:
-                    self._bad = cluster, microbatch // record.accumulate
-                    self._serving.soon(lambda c: c.running.end_after(cluster, microbatch // record.accumulate))
-            case Updated(metrics=metrics):
-                if metrics.stage != stage:
-                    raise FrameError(f"stage {stage} calls itself {metrics.stage}")
-                for window, means in record.updated(metrics):
-                    self._window_done(cluster, training, window, means)
-            case Evaluated(number=number, batch=batch, values=values):
-                found = record.evaluated(number, batch, values)
-                if found is not None:
-                    self._evaluated(cluster, training, found)
-            case Saved(updates=updates, failure=failure, is_state=True):
-                keeping = self.work.keeping
-                keeping.saved(cluster, stage, updates, failure)
-                if not keeping.is_waiting:
-                    self.work.maker.checkpoint = keeping.newest() or self.work.maker.checkpoint
-            case Saved():
-                training.saved.add(stage)
-
-    def _window_done(self, cluster: str, training: ClusterRun, window: int, means: list[float]) -> None:
-        samples = training.samples.pop(window)
-        training.losses.append(means[0])
-        training.done_samples += samples
-        self._samples += samples
-        self.losses.append(means[0])
-        progress = self.progress
-        progress.step += 1
-        progress.loss, progress.metrics = means[0], dict(zip(self._labels[1:], means[1:], strict=True))
-        progress.samples_per_s = self._samples / max(time.monotonic() - self._began, 1e-9)
-        progress.clusters = {c: t.words() for c, t in self._clusters.items()}
-        self._write({"step": progress.step, "cluster": cluster, "loss": means[0], **progress.metrics,
-                     "seconds": self._seconds(),
-                     "stages": [msgspec.structs.asdict(m) for m in training.record.stages.values()]})  # fmt: skip
-        self.show.update(progress)
-
-    def _evaluated(self, cluster: str, training: ClusterRun, found: dict[str, float]) -> None:
-        training.validation = found[self._labels[0]]
-        self.progress.validation = {name: value for name, value in found.items() if name != "step"}
-        self.evaluations.append(found)
-        self._write({"evaluation": found["step"], "cluster": cluster, **self.progress.validation,
-                     "seconds": self._seconds()})  # fmt: skip
-        self.show.update(self.progress)
-
-    def _seconds(self) -> float:
-        return round(time.monotonic() - self._began, 3)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._log.write(json.dumps(line) + "\n")
-        self._log.flush()
-
-    def _write_plans(self) -> None:
-        content = {c: t.plan.content() for c, t in self._clusters.items()}
-        (self.work.folder / "plan.json").write_text(json.dumps({"clusters": content}, indent=1) + "\n")
-
     # ending
 
     def _finish(self, validate: Callable[[], Sequence[Any]] | None) -> None:
         """Let what was fed come to its end, evaluate every cluster, and gather the weights of the best."""
         if self._is_over():
             self.work.supply.close()
-        if not self._began and not self.work.supply.produced:
+        if not self._following.began_s and not self.work.supply.produced:
             raise RavnestError("no batch was trained, so there is nothing to save")
-        if self._stop.asked and not self._began:
+        if self._stop.asked and not self._following.began_s:
             raise RavnestError("stopped before any cluster trained: nothing is saved")
-        self._until(self._all_settled)
+        self._following.until(self._all_settled)
         self._serving.call(lambda coordinator: coordinator.running.end_training())
-        self._until(self._all_updated, _PATIENCE_S, "the last updates")
-        if self._bad is None:
+        self._following.until(self._all_updated, _PATIENCE_S, "the last updates")
+        if self._following.bad is None:
             self._average()
-        if validate is not None and self._bad is None:
+        if validate is not None and self._following.bad is None:
             trained = [c for c, t in self._clusters.items() if t.losses]
             self._evaluate(trained, validate(), step=self.progress.step, fresh=True)
-            self._until(self._all_evaluated, _PATIENCE_S, "the last evaluation")
+            self._following.until(self._all_evaluated, _PATIENCE_S, "the last evaluation")
+        self._keep_the_last()
         self._save()
+
+    def _keep_the_last(self) -> None:
+        """What was learnt in the end is a checkpoint too, if there are any: a run that is over can be gone on with."""
+        keeping, leading = self.work.keeping, self._leading()
+        if not keeping.wishes.every or not leading or self._following.bad is not None:
+            return
+        self._following.until(lambda: not keeping.is_waiting, _PATIENCE_S, "the last checkpoint")
+        self._checkpoint(leading[0])
+        self._following.until(lambda: not keeping.is_waiting, _PATIENCE_S, "the last checkpoint")
 
     def _all_settled(self) -> bool:
         """Nothing is out that could still be trained; what a cluster stopped for is not."""
         outstanding = self._serving.call(lambda c: {x: c.state.leases.outstanding_of(x) for x in c.running.clusters})
         waiting = self._serving.call(lambda c: c.state.leases.waiting)
-        bad = self._bad[0] if self._bad is not None else None
+        bad = self._following.bad[0] if self._following.bad is not None else None
         if any(batches for cluster, batches in outstanding.items() if cluster != bad):
             return False
-        return self._is_over() or (not waiting and self._settled >= self.work.supply.produced)
+        return self._is_over() or (not waiting and self._following.settled >= self.work.supply.produced)
 
     def _average(self) -> None:
         """Once more over what was trained since the last round; if that cannot be, each cluster has its own model."""
         self._serving.call(Coordinator.average_for_the_last_time)
         try:
-            self._until(self._is_averaged, _AVERAGE_S, "the last averaging")
+            self._following.until(self._is_averaged, _AVERAGE_S, "the last averaging")
         except RavnestError as error:
             self.show.told(f"{error}: the clusters keep what they have")
 
@@ -396,7 +287,11 @@ class FleetRun:
 
     def _all_updated(self) -> bool:
         def end(cluster: str, training: ClusterRun) -> int:
-            return self._bad[1] if self._bad is not None and self._bad[0] == cluster else training.fed
+            return (
+                self._following.bad[1]
+                if self._following.bad is not None and self._following.bad[0] == cluster
+                else training.fed
+            )
 
         return all(
             training.record.updates_of(stage) >= end(cluster, training)
@@ -406,7 +301,8 @@ class FleetRun:
         )
 
     def _save(self) -> None:
-        """The weights of the best cluster that is there."""
+        """The weights of the best cluster that is there; one that is lost now is mended from its copies."""
+        self._following.until(lambda: bool(self._clusters), _MEND_S, "mending a cluster to save its weights")
         while self._clusters:
             best = min(self._clusters, key=lambda c: self._clusters[c].worth)
             if self._save_cluster(best):
@@ -425,7 +321,7 @@ class FleetRun:
             )
         self._serving.call(lambda coordinator: coordinator.running.save(cluster))
         wanted = training.record.num_stages
-        self._until(
+        self._following.until(
             lambda: len(training.saved) == wanted or cluster not in self._clusters, _PATIENCE_S, "sending the weights"
         )
         if cluster not in self._clusters:

@@ -115,6 +115,10 @@ class Testbed:
         """End a cut."""
         self._ask_about("restore", a, b)
 
+    def corrupt(self, host: str) -> None:
+        """Change a bit in the next packet with data that the host sends, as no checksum of the network notices."""
+        self._running()[0].ask("corrupt", host=self._host(host).name)
+
     def _ask_about(self, do: str, a: str, b: str | None) -> None:
         for host in (a,) if b is None else (a, b):
             self.topology.spec(host)  # says which hosts there are, if this is none

@@ -101,6 +101,8 @@ class Forwarder:
                 return self._network.cut(a, b)
             case {"do": "restore", "a": a, "b": b}:
                 return self._network.restore(a, b)
+            case {"do": "corrupt", "host": host}:
+                return self._network.corrupt(host)
             case {"do": "traffic", "host": host}:
                 return self._network.traffic(host)
             case {"do": "cpu"}:

@@ -20,10 +20,13 @@ from heapq import heappop, heappush
 from ipaddress import IPv4Address
 
 from .nat import Nat
-from .packet import is_acknowledgement, target_of, wire_bytes
+from .packet import flip_bit, is_acknowledgement, target_of, wire_bytes
 from .topology import Line, Topology
 
 __all__ = ["Network", "Traffic"]
+
+
+_DATA_BYTES = 1000  # a packet with so much in it is of a frame, and not of a greeting
 
 
 @dataclass
@@ -88,6 +91,7 @@ class Network:
         self._public: dict[bytes, _Place | Nat] = {}
         self._inner: dict[bytes, _Place] = {}  # local addresses: no two homes have the same
         self._cut: set[frozenset[str]] = set()  # of one name: the host's own link
+        self._corrupt: set[str] = set()  # hosts, of each of which a packet is to be changed
         self._crossing: list[tuple[float, int, _Sent]] = []  # by the time of the first byte
         self._arriving: list[tuple[float, int, _Sent, _Place]] = []  # by the time of the last byte
         self._num_sent = 0  # packets of the same time go in the order in which they were sent
@@ -124,6 +128,9 @@ class Network:
     def send(self, now_s: float, source: str, packet: bytes) -> None:
         """A host sends a packet."""
         place = self._places[source]
+        if source in self._corrupt and flip_bit(changed := bytearray(packet), _DATA_BYTES):
+            self._corrupt.discard(source)
+            packet = bytes(changed)
         sent = _Sent(place, packet, wire_bytes(packet), is_acknowledgement(packet), now_s)
         place.traffic.sent_bytes += sent.num_bytes
         self._num_sent += 1
@@ -192,6 +199,10 @@ class Network:
     def restore(self, a: str, b: str | None = None) -> None:
         """Undo a cut; None was made: nothing to do."""
         self._cut.discard(self._link(a, b))
+
+    def corrupt(self, host: str) -> None:
+        """Change a bit in the next packet with data that a host sends."""
+        self._corrupt.add(host)
 
     def _link(self, a: str, b: str | None) -> frozenset[str]:
         names = frozenset((a,) if b is None else (a, b))

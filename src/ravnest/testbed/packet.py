@@ -14,7 +14,10 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-__all__ = ["NOTE", "Ends", "ends", "is_acknowledgement", "rewrite_source", "rewrite_target", "target_of", "wire_bytes"]
+__all__ = [
+    "NOTE", "Ends", "ends", "flip_bit", "is_acknowledgement",
+    "rewrite_source", "rewrite_target", "target_of", "wire_bytes",
+]  # fmt: skip
 
 NOTE = 10  # bytes of struct virtio_net_hdr
 _CHECKSUM_LEFT = 1  # flag: the checksum field holds the sum of the pseudo header only
@@ -86,6 +89,26 @@ def is_acknowledgement(packet: bytes | bytearray) -> bool:
         return False
     top = _top(packet)
     return size - (top - NOTE) == (packet[top + 12] >> 4) * 4 and packet[top + 13] & 0x07 == 0
+
+
+def flip_bit(packet: bytearray, least_bytes: int) -> bool:
+    """Change a bit of what a TCP packet carries, and its checksum with it, so that only the ends can notice.
+
+    False: it carries less than `least_bytes`.
+    """
+    if packet[NOTE] >> 4 != 4 or packet[NOTE + 9] != _TCP or is_acknowledgement(packet):
+        return False
+    top = _top(packet)
+    start = top + (packet[top + 12] >> 4) * 4
+    if len(packet) - start < max(least_bytes, 2):
+        return False
+    at = start + (len(packet) - start) // 2
+    at -= (at - top) % 2  # a whole word of the checksum
+    before = bytes(packet[at : at + 2])
+    packet[at] ^= 1
+    if not packet[0] & _CHECKSUM_LEFT:  # else it is made when the packet arrives
+        _adjust(packet, top + _CHECKSUM_AT[_TCP], before, bytes(packet[at : at + 2]))
+    return True
 
 
 def _top(packet: bytes | bytearray) -> int:

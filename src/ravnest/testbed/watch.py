@@ -1,0 +1,62 @@
+"""How far a training is, read from the folder of its run: `metrics.jsonl`, `plan.json` and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .faultplan import Progress
+
+__all__ = ["RunWatch"]
+
+
+class RunWatch:
+    """Reads what has been added since the last look. A folder that is not there yet is a run that has not begun."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._at, self._rest = folder, 0, b""
+        self._members: dict[str, list[str]] = {}  # of clusters, root first
+        self._microbatches: dict[str, int] = {}
+        self._updates: dict[str, int] = {}
+        self._checkpoints: set[str] = set()
+        self._steps = self._rounds = 0
+        self.lines: list[dict[str, Any]] = []
+
+    def look(self) -> Progress:
+        for line in self._new_lines():
+            self.lines.append(line)
+            self._rounds = max(self._rounds, line.get("round", 0))
+            if "step" in line:
+                self._steps += 1
+                self._count(line)
+        with suppress(FileNotFoundError):  # what is being written has a hidden folder of its own
+            self._checkpoints |= {path.name.rpartition("step-")[2] for path in (self._folder / "checkpoints").iterdir()}
+        return Progress(self._microbatches, self._updates, self._steps, self._rounds, len(self._checkpoints))
+
+    def _count(self, line: dict[str, Any]) -> None:
+        cluster = line.get("cluster", "")
+        if cluster not in self._members:
+            self._read_plan()
+        names = self._members.get(cluster, [])
+        for stage in line.get("stages", ()):
+            if stage["stage"] < len(names):
+                name = names[stage["stage"]]
+                self._microbatches[name] = stage["microbatches"]
+                self._updates[name] = stage["updates"]
+
+    def _read_plan(self) -> None:
+        with suppress(FileNotFoundError, ValueError):  # it is just being written
+            content = json.loads((self._folder / "plan.json").read_text())
+            for cluster, plan in content.get("clusters", {}).items():
+                self._members[cluster] = [stage["node"] for stage in plan["stages"]]
+
+    def _new_lines(self) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError), (self._folder / "metrics.jsonl").open("rb") as file:
+            file.seek(self._at)
+            added = file.read()
+            self._at += len(added)
+            *lines, self._rest = (self._rest + added).split(b"\n")
+            return [json.loads(line) for line in lines]
+        return []
