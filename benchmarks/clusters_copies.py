@@ -1,6 +1,7 @@
 """Copies of a model that learn apart and are averaged, in one process: what clusters do, without the network.
 
-Each copy is the runtime's own trainer, with gradients one update late and the default correction. After every H updates
+Each copy is the runtime's own trainer, with gradients one update late and the default correction, as a pipeline has
+them (or not, to see what that costs). After every H updates
 the weights of all are copied, the mean goes through the outer step, and each copy moves by what that differs from its
 own copy, with the update `lag` updates later, while it has gone on learning (`node/ringdesk.py` does the same):
 
@@ -34,13 +35,14 @@ from ravnest.runtime.optimizers import AdamW, cosine
 from ravnest.runtime.settings import Settings
 from ravnest.runtime.trainer import Trainer, squares
 
-__all__ = ["BATCH", "Copies", "Text", "Way", "learn"]
+__all__ = ["BATCH", "OUTERS", "Copies", "Text", "Way", "learn"]
 
 MODEL = GPTConfig(vocab=128, context=32, layers=2, width=64, heads=4, dropout=0.0)
 BATCH = 8  # samples of a copy's update
 CLIP_NORM = 1.0
 HELD_OUT = 256  # samples of a batch
 RING = 0
+OUTERS = {"plain": None, "nesterov": Nesterov(), "stretched": Nesterov(lr=1.3, momentum=0.0)}
 
 
 @config
@@ -53,12 +55,18 @@ class Way:
     lag: int = 1
     lr: float = 4e-3
     synchronous: bool = False  # one copy, with the batches of all
+    is_late: bool | None = None  # whether gradients are; None: if it is not synchronous
 
     def __post_init__(self) -> None:
         require(self.copies >= 1, f"there is at least 1 copy, not {self.copies}")
         require(self.every >= 0, f"every is a number of updates, 0 for never, not {self.every}")
         require(self.lag >= 1, f"an average is taken over at least 1 update later, not {self.lag}")
-        require(self.outer in ("plain", "nesterov"), f"outer is plain or nesterov, not {self.outer!r}")
+        require(self.outer in OUTERS, f"outer is one of {', '.join(OUTERS)}, not {self.outer!r}")
+
+    @property
+    def delay(self) -> int:
+        """Of gradients, in updates."""
+        return int(not self.synchronous if self.is_late is None else self.is_late)
 
 
 class Text:
@@ -80,13 +88,12 @@ class Copies:
     def __init__(self, way: Way, stage: Stage, seed: int, updates: int) -> None:
         self.way = way
         rate = cosine(updates, warmup_steps=updates // 10, final_ratio=0.1)
-        correction = corrections.none() if way.synchronous else corrections.DEFAULT
+        correction = corrections.DEFAULT if way.delay else corrections.none()
         settings = Settings(
             optimizer=AdamW(way.lr, schedule=rate, clip_norm=CLIP_NORM), correction=correction, seed=seed
         )
-        self._delay = 0 if way.synchronous else 1
         self.trainers = [
-            Trainer(stage, initialise(stage, seed), settings, delay=self._delay)
+            Trainer(stage, initialise(stage, seed), settings, delay=way.delay)
             for _ in range(1 if way.synchronous else way.copies)
         ]
         names = tuple(map(str, range(len(self.trainers))))
@@ -102,7 +109,7 @@ class Copies:
             for trainer, by in zip(self.trainers, self._moves[1], strict=True):
                 trainer.shift(by)
             self._moves = None
-        version = max(0, number - self._delay)
+        version = max(0, number - self.way.delay)
         for trainer, leaves in zip(self.trainers, given, strict=True):
             trainer.forward(number, number, version, leaves, 1.0)
             trainer.backward(number, None)
@@ -133,12 +140,13 @@ class Copies:
         ]
 
     def _outer(self, average: Floats) -> Floats:
-        if self.way.outer == "plain":
+        how = OUTERS[self.way.outer]
+        if how is None:
             return average
         if self._reference is None:
             self._reference, self._momentum = average.copy(), np.zeros_like(average)
         else:
-            step_nesterov(self._reference, average, self._momentum, Nesterov())
+            step_nesterov(self._reference, average, self._momentum, how)
         return self._reference
 
     @torch.no_grad()

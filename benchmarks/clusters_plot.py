@@ -93,7 +93,7 @@ def _by_samples(gaps: Gaps) -> Iterator[str]:
         return
     everys = sorted({every for outers in gaps.values() for found in outers.values() for every in found})
     highest = max(gap for outers in gaps.values() for found in outers.values() for gap in found.values())
-    x = Axis(math.log2(everys[0]), math.log2(everys[-1]), 76, 440)
+    x = Axis(math.log2(everys[0]) - 0.5, math.log2(everys[-1]) + 0.5, 76, 440)
     y = Axis(-0.02, min(max(0.06, math.ceil(highest * 50) / 50), 0.2), 320, 64)
     yield _text("head", 24, 32, "By samples: loss over that of synchronous training")
     yield from _levels(x, y, 0.02, lambda value: f"{value:+.0%}")
