@@ -102,5 +102,6 @@ def _row(way: Way, how: str, losses: Sequence[float], against: Sequence[float]) 
     return {
         "copies": way.copies, "how": how, "updates between": way.every or None,
         "samples between": way.every * BATCH or None, "lr": way.lr, "loss": round(statistics.fmean(losses), 4),
-        "gap": f"{gap(losses, against):+.2%}", "seeds": len(losses), "from": round(min(losses), 4), "to": round(max(losses), 4),
+        "gap": f"{gap(losses, against):+.2%}", "seeds": len(losses),
+        "from": round(min(losses), 4), "to": round(max(losses), 4),
     }  # fmt: skip
