@@ -170,7 +170,7 @@ class ClusterMaker:
                         threads=profile.threads,
                     )
                 ),
-                weights=self._first_weights(cluster, stage),
+                weights=self._first_weights(cluster, stage) if stage.index in lacking else None,
                 states=self._states(cluster, stage) if stage.index in lacking else (),
                 max_bytes=_owned_bytes(stage) + _HEADER_BYTES,
             )

@@ -182,7 +182,7 @@ def _leavers(state: State, now_s: float) -> Iterator[tuple[str, str]]:
 
 
 def _late_s(cluster: ClusterRecord, wishes: Wishes) -> float:
-    return cluster.formed_s + wishes.forming_s
+    return cluster.formed_s + wishes.forming_s + cluster.plan.moving_s
 
 
 def _plan(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> MakePlan | None:

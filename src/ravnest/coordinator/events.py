@@ -47,6 +47,7 @@ class Cluster(_Record, frozen=True, kw_only=True):
     seconds: tuple[float, ...] = ()  # that each stage computes on a microbatch, as planned
     begin: int = 0
     begins: str = ""  # from what, in words
+    moving_s: float = 0.0  # that copies may take to get to its members
     mends: str = ""
 
 

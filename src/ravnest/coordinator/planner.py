@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ..core.control import NodeProfile
 from ..core.errors import RavnestError
 from ..core.metrics import StageMetrics
 from .copies import Copies
 from .decide import MakePlan, Reconsider, Wishes, decide, machines_of
 from .events import Cluster, Considered, Event, NodeSlowed, PlanFailed, PlanMade
-from .requester import Requester
+from .requester import Requester, StageFiles
 from .running import Made, Running
 from .slow import Watch
 from .sources import Beginning, find_beginning
@@ -22,6 +23,8 @@ from .state import State
 
 __all__ = ["Planner"]
 
+_STATE_FACTOR = 8  # sets of weights in a copy, twice what there usually are
+_MOST_BYTES = 1 << 34
 _GATHER_S = 0.25  # a mishap that frees some nodes often frees more: all of them are planned together
 
 
@@ -39,6 +42,16 @@ class _Office(Protocol):
     def record(self, event: Event) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+
+def _moving_s(beginning: Beginning, profiles: Sequence[NodeProfile], files: Sequence[StageFiles]) -> float:
+    """How long the longest of these copies could take, generously: a plan is not given up because lines are slow."""
+    longest_s = 0.0
+    for found, profile, given in zip(beginning.stages, profiles, files, strict=True):
+        for one in found:
+            rate = min(one.up_bytes_per_s, profile.down_bytes_per_s)
+            longest_s = max(longest_s, _STATE_FACTOR * min(given.max_bytes, _MOST_BYTES) / rate)
+    return longest_s
 
 
 class Planner:
@@ -97,7 +110,9 @@ class Planner:
         profiles = [office.state.nodes[name].profile for name in cluster.members]
         files = await asyncio.to_thread(office.requester.stages, cluster, profiles, beginning.lacking)
         if beginning.updates:
-            cluster = msgspec.structs.replace(cluster, begin=beginning.updates, begins=beginning.words)
+            cluster = msgspec.structs.replace(
+                cluster, begin=beginning.updates, begins=beginning.words, moving_s=_moving_s(beginning, profiles, files)
+            )
         return Made(cluster, files, beginning)
 
     def _beginning(self, cluster: Cluster) -> Beginning:

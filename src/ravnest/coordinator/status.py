@@ -52,7 +52,7 @@ class CopyStatus(_Part, frozen=True):
 
 
 class NodeStatus(_Part, frozen=True):
-    """A member. `state` is one of free, forming, training, leaving, left out, gone, kicked and enrolled; `why` says why.
+    """A member. `state` is free, forming, training, leaving, left out, gone, kicked or enrolled; `why` says why.
 
     `speed` is the share of what it measured that its stages showed it to have.
     """

@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_MESSAGE_BYTES = 256 * 1024
-MOST_COPIES = 16  # that a node keeps
+MOST_COPIES = 4  # that a node keeps: its own, those it keeps for others, and what a plan may still need
 
 _MOST_BYTES, _MOST_RATE, _MOST_GFLOPS, _MOST_S = 1 << 46, 1e12, 1e8, 60.0
 

@@ -28,8 +28,8 @@ from .passing import MESSAGES, NotGiven, give, receive
 
 __all__ = ["CopyDesk", "Live"]
 
-_AT_ONCE = 4
-_REACH_S = 600.0
+_AT_ONCE = 8
+_REACH_S = 120.0
 _KEPT_PER_PARAMETER = 6  # bytes of a copy for each byte of what a stage owns, at the most
 _HEADER_BYTES = 1 << 20
 
@@ -75,18 +75,21 @@ class CopyDesk:
         """The files that a part begins from, in the order of its sources; raises `LinkClosed` if one cannot be had."""
         names = tuple(owned(stage))
         most = _KEPT_PER_PARAMETER * _owned_bytes(stage) + _HEADER_BYTES
-        paths: list[Path] = []
-        for i, source in enumerate(sources):
+
+        def get(number: int, source: Source) -> Path:
             if source.giver is None:
-                paths.append(self._own(source.copy))
-                continue
-            path = directory / f"source-{i}"
+                return self._own(source.copy)
+            path = directory / f"source-{number}"
             try:
                 self._fetch(source.giver, source.transfer, names, path, most)
             except (LinkError, NotGiven) as error:  # not this node's fault
                 raise LinkClosed(f"what {source.giver.name} had learnt cannot be had: {error}") from error
-            paths.append(path)
-        return paths
+            return path
+
+        if not sources:
+            return []
+        with ThreadPoolExecutor(len(sources), thread_name_prefix="sources") as pool:  # those who give do not wait long
+            return [path.result() for path in [pool.submit(get, i, source) for i, source in enumerate(sources)]]
 
     def _own(self, copy: Copy) -> Path:
         path = self._lent.shelf.path(copy)

@@ -30,7 +30,6 @@ from ..net.link import Link, LinkConfig
 from ..rings.line import AveragingConfig
 from ..rings.messages import Message
 from ..runtime.loop import Loop
-from ..runtime.state import StageState
 from ..runtime.statefile import write_state
 from .copydesk import CopyDesk
 from .lent import Lent
@@ -68,7 +67,7 @@ class PartRun:
         self._early: list[Order] = []
         self._work: StageWork | None = None
         self._desk: RingDesk | None = None
-        self._asked: set[Future[StageState]] = set()
+        self._asked: set[Future[int]] = set()
         self._is_stopped = False
 
     def run(self) -> None:
@@ -97,12 +96,20 @@ class PartRun:
         self.order(Stop())
 
     def copy_to(self, path: Path) -> int:
-        """Write what it has learnt so far, as of its next pause; after how many updates. For other threads."""
-        taken: Future[StageState] = Future()
+        """Write what it has learnt so far, in its next pause; after how many updates. For other threads.
+
+        The stage waits while the system takes the file, because a copy in memory might be more than there is.
+        """
+        taken: Future[int] = Future()
 
         def take(loop: Loop) -> None:
             if taken.set_running_or_notify_cancel():
-                taken.set_result(loop.trainer.state(whole=False))
+                try:
+                    state = loop.trainer.state(whole=False, copies=False)
+                    write_state(state, path)
+                    taken.set_result(state.updates)
+                except (OSError, RavnestError) as error:
+                    taken.set_exception(error)
 
         with self._lock:
             if self._work is None:
@@ -110,15 +117,13 @@ class PartRun:
             self._asked.add(taken)
             self._work.ask(take)
         try:
-            state = taken.result(_PAUSE_S)
+            return taken.result(_PAUSE_S)
         except CancelledError as error:
             raise RavnestError("the stage has just ended") from error
         except TimeoutError as error:
             raise RavnestError(f"the stage made no pause within {_PAUSE_S:g} s") from error
         finally:
             self._asked.discard(taken)
-        write_state(state, path)
-        return state.updates
 
     def wait(self, timeout_s: float, /) -> bool:
         """Until its own messages are sent, but not for long."""

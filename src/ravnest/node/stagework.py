@@ -108,7 +108,7 @@ class StageWork:
 
     def state(self) -> StageState:
         """All that was learnt, when the stage does not run any more."""
-        return self._loop.trainer.state(whole=False)
+        return self._loop.trainer.state(whole=False, copies=False)
 
     def ask(self, command: Callable[[Loop], None]) -> None:
         """Have the loop do something between two actions."""

@@ -84,14 +84,17 @@ class StageState:
         weights: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
         others: Mapping[str, Mapping[str, Tensor]],
+        *,
+        copies: bool = True,
     ) -> StageState:
-        """Copies, in memory that nobody else changes. `optimizer` is by `NAME/KEY`, `others` by kind and name."""
+        """`optimizer` is by `NAME/KEY`, `others` by kind and name. Copies are in memory that nobody else changes."""
         tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
         for entry, tensor in optimizer.items():
             name, _, key = entry.rpartition("/")
             tensors[f"{_OPTIMIZER}/{key}/{name}"] = tensor
         tensors |= {f"{kind}/{name}": tensor for kind, of in others.items() for name, tensor in of.items()}
-        return StageState(updates, {entry: _copy(tensor) for entry, tensor in tensors.items()})
+        take = _copy if copies else Tensor.detach
+        return StageState(updates, {entry: take(tensor) for entry, tensor in tensors.items()})
 
 
 def join(states: Iterable[StageState]) -> StageState:

@@ -120,8 +120,9 @@ class Trainer:
         buffers = self._buffers_before.get(self.versions.newest, {})
         return {n: t for n, t in {**self.fixed, **buffers, **self.versions.master}.items() if n in own}
 
-    def state(self, *, whole: bool) -> StageState:
-        """A copy of all that was learnt by the last update, whatever has gone forward since; see `state`.
+    def state(self, *, whole: bool, copies: bool = True) -> StageState:
+        """All that was learnt by the last update, whatever has gone forward since; see `state`. Without `copies` it is
+        good until the next action.
 
         What the next update would move the weights by is in them already if the state is light.
         """
@@ -130,7 +131,8 @@ class Trainer:
             weights |= {name: weights[name] + by for name, by in coming.items()}
         others = {f"version-{age}": tensors for age, tensors in self.versions.ran_on().items()}
         others |= {"last-step": self.corrector.last_steps, "shift": coming}
-        return StageState.made_of(self.versions.newest, weights, self.stepper.state_dict(), others if whole else {})
+        kept = self.stepper.state_dict()
+        return StageState.made_of(self.versions.newest, weights, kept, others if whole else {}, copies=copies)
 
     def shift(self, by: Mapping[str, Tensor], *, now: bool = False) -> None:
         """Move what the stage owns by so much: parameters with the next update (or `now`, if nothing is in flight),
