@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -25,9 +25,10 @@ from .data import Batches
 from .graph import Program, trace
 from .graph.batch import batch_size_of, flatten, split_batch
 from .keeping import CheckpointWishes
-from .local import LocalRun, Work
+from .local import LocalRun
 from .localplan import LocalPlan, Wishes, plan_local
 from .localrate import Cores
+from .localwork import Work
 from .profile.mix import Workload
 from .progress import Show
 from .resuming import check_same, describe, open_checkpoint, plan_as_before
@@ -67,15 +68,11 @@ class Job:
         program = trace(self.model, self.loss, batches.first)
         start = None
         if how.resume is not None:
-            start = open_checkpoint(how.resume, how.folder, shown)
-            require(
-                changes.get("seed", start.manifest.seed) == start.manifest.seed,
-                f"the run has seed {start.manifest.seed}, which cannot be changed",
-            )
+            start = self._take_up(how, program, changes, shown)
             how = replace(how, seed=start.manifest.seed)
         plan = plan_local(program, self.optimizer, how.correction, self._wishes(how, batches.first))
         if start is not None:
-            plan = self._go_on(start, program, plan, batches, shown, plan_anew=how.memory is not None)
+            plan = _go_on(start, program, plan, batches, shown, plan_anew=how.memory is not None)
         folder = new_folder(how.folder, self.name) if start is None else resumed_folder(how.folder, start)
         plan.write(folder / "plan.json")
         if self.source is not None:
@@ -96,19 +93,19 @@ class Job:
             shown.close()
         return Run(folder, plan, run.losses, run.evaluations, dict(run.progress.stages), run.progress.samples_per_s)
 
-    def _go_on(
-        self, start: Checkpoint, program: Program, plan: LocalPlan, batches: Batches, show: Show, *, plan_anew: bool
-    ) -> LocalPlan:
-        """Check that the checkpoint fits, pass over the batches that were used, and plan as the run was planned."""
+    def _take_up(self, how: Training, program: Program, changes: Mapping[str, Any], show: Show) -> Checkpoint:
+        """The checkpoint to go on from, if it is of this job."""
+        assert how.resume is not None
+        start = open_checkpoint(how.resume, how.folder, show)
+        seed = start.manifest.seed
+        require(changes.get("seed", seed) == seed, f"the run has seed {seed}, which cannot be changed")
+        require(
+            how.steps is None or how.steps >= start.step,
+            f"{start.step} steps have been made already: {how.steps} in all is less",
+        )
         for sentence in check_same(start, program, self.optimizer):
             show.told(sentence)
-        if not plan_anew:
-            plan, sentence = plan_as_before(plan, program, start.manifest)
-            show.told(sentence)
-        if start.manifest.batches:
-            show.told(f"passing over {start.manifest.batches} batches of the data, which were used before")
-            batches.skip(start.manifest.batches)
-        return plan
+        return start
 
     def settings(self, how: Training) -> Settings:
         return Settings(
@@ -184,6 +181,19 @@ def new_folder(folder: Path | str | None, name: str) -> Path:
             continue
         return path.resolve()
     raise ValueError(f"{base} and a thousand like it exist already")
+
+
+def _go_on(
+    start: Checkpoint, program: Program, plan: LocalPlan, batches: Batches, show: Show, *, plan_anew: bool
+) -> LocalPlan:
+    """The plan that the run had, if it can be, and the data at the place where they were."""
+    if not plan_anew:
+        plan, sentence = plan_as_before(plan, program, start.manifest)
+        show.told(sentence)
+    if start.manifest.batches:
+        show.told(f"passing over {start.manifest.batches} batches of the data, which were used before")
+        batches.skip(start.manifest.batches)
+    return plan
 
 
 def resumed_folder(folder: Path | str | None, start: Checkpoint) -> Path:

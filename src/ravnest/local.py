@@ -9,60 +9,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
-from .checkpoints import Checkpoint, Manifest
 from .core.errors import NotFinite, RavnestError
 from .core.messages import Evaluate, Forward
 from .core.metrics import StageMetrics
 from .core.orders import EndAfter, Evaluated, Lost, Ready, Save, Saved, Updated
-from .core.schedule import Rule
 from .crew import Acknowledged, Crew, Reported
 from .data import Batches, Microbatches
-from .graph import Program, Stage, dump
+from .graph import dump
 from .interrupt import Interrupt
-from .keeping import CheckpointWishes, Keeping
+from .keeping import Keeping
+from .localwork import Work, assigns
 from .metricsfile import MetricsFile
-from .modelfile import gather, unused_tensors, write_first_weights
-from .node.orders import Assign
+from .modelfile import gather, unused_tensors
 from .progress import Progress, Show
 from .record import Record, Values
 from .runtime.freight import Freight
-from .runtime.roles import roles
-from .runtime.settings import Settings
 
-__all__ = ["LocalRun", "Work"]
+__all__ = ["LocalRun"]
 
 _START_S = 300.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """All that a run needs to know."""
-
-    program: Program
-    stages: Sequence[Stage]
-    names: Sequence[str]
-    rules: Sequence[Rule]
-    settings: Settings
-    threads: int
-    max_batch: int
-    folder: Path
-    about: Manifest
-    cores: Sequence[int] | None = None
-    patience_s: float = 600.0
-    checkpoints: CheckpointWishes = field(default_factory=CheckpointWishes)
-    start: Checkpoint | None = None  # to go on from
-
-    @property
-    def first(self) -> int:
-        """How many steps there have been."""
-        return 0 if self.start is None else self.start.step
 
 
 class LocalRun:
@@ -103,7 +73,7 @@ class LocalRun:
             metrics = MetricsFile(work.folder / "metrics.jsonl", after=work.first)
             with Crew(work.names, work.folder) as crew, metrics as log:
                 self._crew, self._log = crew, log
-                crew.start([dump(s) for s in work.stages], self._assigns())
+                crew.start([dump(s) for s in work.stages], assigns(work))
                 self._until(lambda: len(self._ready) == len(work.stages), _START_S)
                 self._began = time.monotonic()
                 with Interrupt() as self._stop:
@@ -117,24 +87,6 @@ class LocalRun:
         if wrong is not None:
             wrong.add_note(f"The {len(self.losses)} steps before it are saved in {work.folder / 'model.safetensors'}.")
             raise wrong
-
-    def _assigns(self) -> list[Assign]:
-        work = self.work
-        given = roles(work.stages, [r.delay for r in work.rules])
-        return [
-            Assign(
-                settings=work.settings, rule=rule, role=role, max_batch=work.max_batch, threads=work.threads,
-                core=work.cores[stage.index] if work.cores else -1, weights=self._first_weights(stage),
-                begin=work.first, state=() if work.start is None else tuple(map(str, work.start.paths)),
-            )
-            for stage, rule, role in zip(work.stages, work.rules, given, strict=True)
-        ]  # fmt: skip
-
-    def _first_weights(self, stage: Stage) -> str:
-        if self.work.start is not None:
-            return ""
-        path = self.work.folder / f".first-{stage.index}.safetensors"
-        return str(path) if write_first_weights(self.work.program, stage, path) else ""
 
     def _feed_all(
         self, batches: Batches, steps: int | None, validate: Callable[[], Sequence[Any]] | None, every: int
