@@ -31,6 +31,7 @@ from .localrate import Cores
 from .localwork import Work
 from .profile.mix import Workload
 from .progress import Show
+from .remote import bring, is_url
 from .resuming import check_same, describe, open_checkpoint, plan_as_before
 from .runtime.optimizers import AdamW, Optimizer
 from .runtime.settings import Settings
@@ -60,6 +61,10 @@ class Job:
         """Train, here or on whoever joins, and wait for the end. `changes` are fields of `Training`."""
         how = Training(**{**vars(training or self.training), **changes})
         shown = show or Show()
+        if how.resume is not None and is_url(how.resume):
+            folder = new_folder(how.folder, self.name)
+            shown.told(f"bringing the newest checkpoint from {how.resume}")
+            how = replace(how, resume=bring(str(how.resume), folder).parent.parent, folder=None)
         if how.listens:
             from .onfleet import train_on_fleet  # which needs all that a coordinator needs
 
@@ -82,7 +87,7 @@ class Job:
             program=program, stages=plan.stages, names=[p.node for p in plan.plans], rules=plan.rules,
             settings=settings, threads=how.num_threads, max_batch=plan.max_microbatch, folder=folder,
             cores=how.core_of, about=describe(program, self.optimizer, plan, how.seed), start=start,
-            checkpoints=CheckpointWishes(every=how.checkpoint_every, keep=how.keep_checkpoints),
+            checkpoints=CheckpointWishes(every=how.checkpoint_every, keep=how.keep_checkpoints, to=how.checkpoint_to),
         )  # fmt: skip
         shown.planned(plan)
         run = LocalRun(work, shown)

@@ -104,8 +104,11 @@ def train(
     validate_every: Annotated[int | None, typer.Option(min=0, help="Steps between evaluations.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints.")] = None,
     keep_checkpoints: Annotated[int | None, typer.Option(min=1, help="How many checkpoints are kept; 3.")] = None,
+    checkpoint_to: Annotated[
+        str | None, typer.Option(metavar="URL", help="Copies of checkpoints go there too: s3://..., sftp://...")
+    ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Go on from a run's newest checkpoint, or from the one named.")
+        str | None, typer.Option(metavar="RUN", help="Go on with a run, or from a checkpoint of it, or from a URL.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed and plan give the same weights, bit for bit.")] = None,
     folder: Folder = None,
@@ -137,6 +140,7 @@ def train(
         "accumulate": accumulate, "mode": mode, "max_staleness": max_staleness, "memory": memory, "threads": threads,
         "cores": cores, "speeds": speeds, "recompute": recompute, "autocast": autocast, "compression": compression,
         "validate_every": validate_every, "checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints,
+        "checkpoint_to": checkpoint_to,
         "resume": resume, "seed": seed, "folder": folder,
     }  # fmt: skip
     loaded = load_job(job)

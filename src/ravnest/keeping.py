@@ -22,6 +22,7 @@ from .checkpoints import Draft, Manifest, clear_drafts, prune
 from .core.config import config, require
 from .core.errors import RavnestError
 from .core.orders import Save
+from .remote import is_url, send
 from .runtime.state import StageState
 from .runtime.statefile import write_state
 
@@ -30,14 +31,16 @@ __all__ = ["CheckpointWishes", "Keeping"]
 
 @config
 class CheckpointWishes:
-    """A checkpoint every so many updates (0: none), of which the newest `keep` are kept."""
+    """A checkpoint every so many updates (0: none), of which the newest `keep` are kept; `to` is a URL for copies."""
 
     every: int = 0
     keep: int = 3
+    to: str = ""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, f"a checkpoint is made every so many steps, 0 for none, not {self.every}")
         require(self.keep >= 1, f"at least 1 checkpoint must be kept, not {self.keep}")
+        require(not self.to or is_url(self.to), f"copies of checkpoints go to a URL such as s3://..., not {self.to!r}")
 
 
 @dataclass
@@ -127,12 +130,18 @@ class Keeping:
             if self._unused:
                 weights = {f"weights/{name}": tensor for name, tensor in self._unused.items()}
                 write_state(StageState(draft.step, weights), draft.unused)
-            draft.complete(msgspec.structs.replace(self._about, batches=begun.batches))
+            made = draft.complete(msgspec.structs.replace(self._about, batches=begun.batches))
             self.newest = max(self.newest, draft.step)
             prune(self._run, self.wishes.keep)
         except (OSError, RavnestError) as error:
             draft.discard()
             self._news.put(_left_out(draft.step, str(error)))
+            return
+        if self.wishes.to:
+            try:
+                send(made.folder, self.wishes.to, self.wishes.keep)
+            except RavnestError as error:
+                self._news.put(f"the checkpoint of step {draft.step} is here, but no copy of it elsewhere: {error}")
 
 
 def _left_out(step: int, why: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
     accumulate = -(-size // microbatch)
     timed = time_job(Workload(program, microbatch), job.optimizer, how, accumulate=accumulate)
     start, folder = _folder(job, how, program, show)
+    if start is not None:
+        how = replace(how, seed=start.manifest.seed)
     (folder / "coordinator.txt").write_text(f"{config.directory.resolve()}\n")  # for `ravnest status FOLDER`
     maker = ClusterMaker(
         program, timed, job.settings(how), folder, synchronous=how.mode == "sync", min_stages=how.least_stages,
@@ -57,7 +60,7 @@ def train_on_fleet(job: Job, how: Training, show: Show) -> Run:
     supply = Supply(program, batch_size=size, max_batch=microbatch)
     keeping = FleetKeeping(
         folder,
-        CheckpointWishes(every=how.checkpoint_every, keep=how.keep_checkpoints),
+        CheckpointWishes(every=how.checkpoint_every, keep=how.keep_checkpoints, to=how.checkpoint_to),
         lambda plan: describe(program, job.optimizer, plan, how.seed),
         lambda: unused_tensors(program, how.seed),
     )

@@ -50,7 +50,8 @@ class Training:
     validation_batches: int = 32
     checkpoint_every: int = 0  # steps between checkpoints; 0: none
     keep_checkpoints: int = 3  # the newest so many
-    resume: Path | str | None = None  # the folder of a run or of a checkpoint, to go on from
+    checkpoint_to: str = ""  # a URL that fsspec knows, for copies of them
+    resume: Path | str | None = None  # the folder of a run or of a checkpoint, or a URL of copies, to go on from
     seed: int = 0
     folder: Path | str | None = None
     min_nodes: int = 2
