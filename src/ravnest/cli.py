@@ -75,7 +75,7 @@ def train(
     average_every: Annotated[
         int | None, typer.Option(min=0, help="With --listen: samples of a cluster between averagings; 0: never.")
     ] = None,
-    codec: Annotated[str | None, typer.Option(help="Of averages on links: fp32, bf16 or int8.")] = None,
+    codec: Annotated[str | None, typer.Option(help="Of averages: auto (by the lines), fp32, bf16, int8.")] = None,
     outer: Annotated[str | None, typer.Option(help="What becomes of an average: plain or nesterov.")] = None,
     replicas: Annotated[
         int | None,

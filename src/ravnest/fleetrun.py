@@ -155,6 +155,7 @@ class FleetRun:
             metrics={(c, i): m for c, t in clusters.items() for i, m in dict(t.record.stages).items()},
             losses={c: t.losses[-1] for c, t in clusters.items() if t.losses},
             samples_per_s={c: t.samples_per_s for c, t in clusters.items()},
+            averaged=dict(self._serving.service.coordinator.averaging.averaged),
             relay=self._serving.service.coordinator.hub.stats(),
             wishes=self.work.service.wishes,
         )

@@ -3,7 +3,7 @@
     URL/step-000100/stage-0.safetensors ...
     URL/step-000100/manifest.json               written last: without it there is no checkpoint
 
-The copy is made when the checkpoint is complete here, in the background. What is brought back is checked by its digests,
+The copy is made when the checkpoint is complete here, in the background. What is brought back is checked by digests,
 like any checkpoint. fsspec comes with torch; what it needs for a kind of URL (s3fs, gcsfs, ...) one installs oneself.
 """
 

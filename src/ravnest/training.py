@@ -59,7 +59,7 @@ class Training:
     whole: bool = False  # one node may hold the whole model
     min_stages: int | None = None  # nodes that every cluster has at least, where it can
     average_every: int | None = None  # samples of a cluster between two averagings of clusters; 0: never
-    codec: str = "fp32"  # of what clusters average: fp32, bf16 or int8
+    codec: str = "auto"  # of what clusters average: fp32, bf16 or int8; auto: as exact as the lines allow
     outer: str = "plain"  # what becomes of an average: plain, or nesterov
     replicas: int | None = None  # copies of each stage on other nodes; None: one if there is one cluster alone
     spares: int = 0  # nodes that are held back, to take the place of others
@@ -82,7 +82,8 @@ class Training:
         require(self.autocast in ("none", "bf16"), f"autocast is none or bf16, not {self.autocast!r}")
         compressions = ("none", "bf16", "int8")
         require(self.compression in compressions, f"compression is none, bf16 or int8, not {self.compression!r}")
-        require(self.codec in ("fp32", "bf16", "int8"), f"codec is fp32, bf16 or int8, not {self.codec!r}")
+        codecs = ("auto", "fp32", "bf16", "int8")
+        require(self.codec in codecs, f"codec is auto, fp32, bf16 or int8, not {self.codec!r}")
         require(self.outer in ("plain", "nesterov"), f"outer is plain or nesterov, not {self.outer!r}")
         require(
             self.average_every is None or self.average_every >= 0,

@@ -39,7 +39,8 @@ _FINISH = 10  # times the grace that an attempt may take once all have begun
 class AveragingWishes:
     """How often clusters average, in samples of each on average (0: never), and how long one may be waited for.
 
-    `codec` says how numbers travel (fp32, bf16 or int8), `outer` what becomes of an average (plain or nesterov).
+    `codec` says how numbers travel (fp32, bf16, int8, or auto: see `plan.codec`), `outer` what becomes of an average
+    (plain or nesterov).
     """
 
     average_every: int = 0
@@ -50,7 +51,8 @@ class AveragingWishes:
     def __post_init__(self) -> None:
         require(self.average_every >= 0, f"average_every is a number of samples, 0 for never, not {self.average_every}")
         require(self.grace_s > 0, f"grace_s must be above 0, not {self.grace_s}")
-        require(self.codec in ("fp32", "bf16", "int8"), f"a codec is fp32, bf16 or int8, not {self.codec!r}")
+        codecs = ("auto", "fp32", "bf16", "int8")
+        require(self.codec in codecs, f"a codec is auto, fp32, bf16 or int8, not {self.codec!r}")
         require(self.outer in ("plain", "nesterov"), f"the outer step is plain or nesterov, not {self.outer!r}")
 
 
