@@ -53,8 +53,8 @@ def test_commands_and_flags() -> None:
         "ticket": ["--debug", "--run", "--uses", "--valid"],
         "train": [
             "--accumulate", "--advertise", "--autocast", "--average-every", "--checkpoint-every", "--checkpoint-to",
-            "--codec", "--compression", "--coordinator", "--cores", "--debug", "--epochs", "--folder", "--keep-checkpoints",
-            "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes", "--min-stages",
+            "--codec", "--compression", "--coordinator", "--cores", "--debug", "--epochs", "--folder",
+            "--keep-checkpoints", "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes", "--min-stages",
             "--mode", "--outer", "--recompute", "--replicas", "--resume", "--seed", "--spares", "--speeds", "--steps",
             "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait", "--whole", "job",
         ],
