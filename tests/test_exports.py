@@ -54,9 +54,9 @@ def test_commands_and_flags() -> None:
         "train": [
             "--accumulate", "--advertise", "--autocast", "--average-every", "--checkpoint-every", "--checkpoint-to",
             "--codec", "--compression", "--coordinator", "--cores", "--debug", "--epochs", "--folder",
-            "--keep-checkpoints", "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes", "--min-stages",
-            "--mode", "--outer", "--recompute", "--replicas", "--resume", "--seed", "--spares", "--speeds", "--steps",
-            "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait", "--whole", "job",
+            "--keep-checkpoints", "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes",
+            "--min-stages", "--mode", "--outer", "--recompute", "--replicas", "--resume", "--seed", "--spares", "--speeds",
+            "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait", "--whole", "job",
         ],
     }  # fmt: skip
 

@@ -74,9 +74,9 @@ class Following:
         self._serving, self._log = serving, log
 
     def until(self, is_so: Callable[[], bool], timeout_s: float = math.inf, what: str = "") -> None:
-        """Handle notes until something is so."""
+        """Handle the notes that are there, and more until something is so."""
         until = time.monotonic() + timeout_s
-        while not is_so():
+        while not self.notes.empty() or not is_so():
             if time.monotonic() > until:
                 raise RavnestError(f"{what} took longer than {timeout_s:g} s")
             try:
