@@ -55,8 +55,9 @@ def test_commands_and_flags() -> None:
             "--accumulate", "--advertise", "--autocast", "--average-every", "--checkpoint-every", "--checkpoint-to",
             "--codec", "--compression", "--coordinator", "--cores", "--debug", "--epochs", "--folder",
             "--keep-checkpoints", "--listen", "--local", "--max-staleness", "--memory", "--microbatch", "--min-nodes",
-            "--min-stages", "--mode", "--outer", "--recompute", "--replicas", "--resume", "--seed", "--spares", "--speeds",
-            "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait", "--whole", "job",
+            "--min-stages", "--mode", "--outer", "--recompute", "--replicas", "--resume", "--seed", "--spares",
+            "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every", "--wait",
+            "--whole", "job",
         ],
     }  # fmt: skip
 
