@@ -62,15 +62,15 @@ class Axis:
 
 
 def draw(gaps: Gaps, runs: Sequence[Clocked]) -> str:
-    """Both halves beside each other; either may be empty."""
-    width = WIDTH if runs else WIDTH // 2
+    """Both halves beside each other, or the one that there is."""
+    left, width = (0 if gaps else WIDTH // 2), (WIDTH if runs and gaps else WIDTH // 2)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" '
-        'role="img" aria-labelledby="title desc">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{left} 0 {width} {HEIGHT}" width="{width}" '
+        f'height="{HEIGHT}" role="img" aria-labelledby="title desc">',
         '<title id="title">Clusters that average: how well they learn</title>',
         f'<desc id="desc">{_description(gaps, runs)}</desc>',
         f"<style>{_STYLE}</style>",
-        f'<rect class="page" x="1" y="1" width="{width - 2}" height="{HEIGHT - 2}" rx="10"/>',
+        f'<rect class="page" x="{left + 1}" y="1" width="{width - 2}" height="{HEIGHT - 2}" rx="10"/>',
         *_by_samples(gaps),
         *_by_clock(runs),
         "</svg>",
