@@ -163,18 +163,21 @@ def all_cuts(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def brute_force(problem: Problem, depths: tuple[int, ...]) -> tuple[float, int, float] | None:
-    """The best bottleneck, then bytes over cuts, then sum of squares; None if nothing fits."""
-    found = [
-        (
-            bottleneck_s(problem, cuts),
-            sum(map(problem.chain.cut_bytes, cuts)),
-            sum(s * s for s in seconds),
-        )
-        for cuts in all_cuts(problem)
-        if want(problem, cuts, depths) <= 0
-        for seconds in [stage_seconds(problem, cuts)]
-    ]
-    return min(found, default=None)
+    """The best bottleneck; of those whose slowest stage is within a tenth of the best: bytes over cuts, then squares.
+
+    None if nothing fits.
+    """
+    fitting = [cuts for cuts in all_cuts(problem) if want(problem, cuts, depths) <= 0]
+    if not fitting:
+        return None
+    best = min(bottleneck_s(problem, cuts) for cuts in fitting)
+    good = [cuts for cuts in fitting if bottleneck_s(problem, cuts) <= best * (1 + 1e-9)]
+    slowest = min(max(stage_seconds(problem, cuts)) for cuts in good)
+    even = [cuts for cuts in good if max(stage_seconds(problem, cuts)) <= 1.1 * slowest * (1 + 1e-9)]
+    bytes_, squares = min(
+        (sum(map(problem.chain.cut_bytes, cuts)), sum(s * s for s in stage_seconds(problem, cuts))) for cuts in even
+    )
+    return best, bytes_, squares
 
 
 def least_interval_s(problem: Problem) -> float:
