@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,7 @@ RingOrder = LayRings | Average | Commit | Abandon
 
 _SNAPSHOT_S = 600.0
 _REACH_AGAIN_S = 5.0
+_LOOK_S = 0.1  # how often somebody who waits for links sees that there is something else to do
 
 
 @dataclass
@@ -152,21 +153,26 @@ class RingDesk:
                 self._rings = _Rings(laid, averaging)
                 self._tell(RingsReady(laid.generation))
                 return
-            self._stopping.wait(_REACH_AGAIN_S)
+            if self._todo.empty():
+                self._stopping.wait(_REACH_AGAIN_S)
 
     def _reach_all(self, laid: LayRings) -> dict[str, Link] | None:
-        """None if a neighbour could not be reached: the others are let go."""
-        if not laid.peers:
-            return {}
-        with ThreadPoolExecutor(len(laid.peers), thread_name_prefix="reach") as pool:
-            calls = {peer.name: pool.submit(self._reach, peer, laid.generation) for peer in laid.peers}
-        links = {name: call.result() for name, call in calls.items() if call.exception() is None}
-        errors = [error for call in calls.values() if (error := call.exception()) is not None]
-        if not errors:
-            return links
-        for link in links.values():
-            link.close()
-        if not isinstance(errors[0], LinkError):
+        """None if a neighbour could not be reached, or if there is something else to do: the others are let go.
+
+        Neighbours who have already been told of newer rings never answer, so nobody waits for them until the deadline.
+        """
+        calls = {peer.name: _call(self._reach, peer, laid.generation) for peer in laid.peers}
+        waiting = set(calls.values())
+        while waiting and self._todo.empty() and not self._stopping.is_set():
+            done, waiting = wait(waiting, _LOOK_S, FIRST_EXCEPTION)
+            if any(call.exception() is not None for call in done):
+                break
+        if not waiting and all(call.exception() is None for call in calls.values()):
+            return {name: call.result() for name, call in calls.items()}
+        for call in calls.values():
+            call.add_done_callback(_close_link)
+        errors = [error for call in calls.values() if call.done() and (error := call.exception()) is not None]
+        if errors and not isinstance(errors[0], LinkError):
             raise errors[0]
         return None
 
@@ -269,3 +275,22 @@ class RingDesk:
             return
         step_nesterov(rings.references[ring], average, rings.momenta[ring], Nesterov())
         np.copyto(average, rings.references[ring])
+
+
+def _call(reach: Callable[[Peer, int], Link], peer: Peer, generation: int) -> Future[Link]:
+    """In a thread of its own, which keeps nobody from ending."""
+    called: Future[Link] = Future()
+
+    def run() -> None:
+        try:
+            called.set_result(reach(peer, generation))
+        except Exception as error:  # whatever it is belongs to whoever waits for the link
+            called.set_exception(error)
+
+    threading.Thread(target=run, name=f"reach {peer.name}", daemon=True).start()
+    return called
+
+
+def _close_link(call: Future[Link]) -> None:
+    if call.exception() is None:
+        call.result().close()
