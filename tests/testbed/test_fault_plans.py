@@ -92,10 +92,13 @@ def test_a_run_is_watched_by_its_files(tmp_path: Path) -> None:
         file.flush()
         assert watch.look() == Progress({"a": 20, "b": 25}, {"a": 2, "b": 3}, steps=1)
         file.write(step[20:] + '\n{"round": 4}\n')
-    (run / "checkpoints" / ".step-000004").mkdir(parents=True)
+    (run / "checkpoints" / ".step-000004.4711").mkdir(parents=True)
     assert watch.look() == Progress({"a": 20, "b": 25}, {"a": 2, "b": 3}, steps=2, rounds=4, checkpoints=1)
-    (run / "checkpoints" / ".step-000004").rename(run / "checkpoints" / "step-000004")
+    (run / "checkpoints" / ".step-000004.4711").rename(run / "checkpoints" / "step-000004")
     assert watch.look().checkpoints == 1
+    (run / "shorter").write_text(step + "\n")
+    (run / "shorter").rename(run / "metrics.jsonl")
+    assert watch.look().steps == 1
 
 
 class Recorder:

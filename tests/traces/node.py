@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ravnest.core.control import (
+    MOST_COPIES,
     Beat,
     Copied,
     Copy,
@@ -230,7 +231,7 @@ class Node:
             self._is_letting_go = False
             copy = Copy(stage.part.cluster, stage.part.stage, updates) if stage.has_run and updates else None
             if copy is not None:
-                self.shelf[copy.cluster, copy.stage] = updates
+                self._put_on_shelf(copy)
             self.say(LetGo(generation, copy))
             if self._desired is not None and self._desired.generation != generation:
                 self._take()
@@ -241,8 +242,15 @@ class Node:
         if updates is None:
             self.say(Copied(number, reason="it could not be had"))
             return
-        self.shelf[copy.cluster, copy.stage] = updates
-        self.say(Copied(number, Copy(copy.cluster, copy.stage, updates), 1000))
+        kept = Copy(copy.cluster, copy.stage, updates)
+        self._put_on_shelf(kept)
+        self.say(Copied(number, kept, 1000))
+
+    def _put_on_shelf(self, copy: Copy) -> None:
+        """The oldest go."""
+        key = copy.cluster, copy.stage
+        self.shelf = {**{k: v for k, v in self.shelf.items() if k != key}, key: copy.updates}
+        self.shelf = dict(list(self.shelf.items())[-MOST_COPIES:])
 
     def report(self, generation: int, report: Any) -> None:
         self.say(Report(generation, report))

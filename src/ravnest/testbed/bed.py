@@ -143,6 +143,10 @@ class Testbed:
         else:
             self._running()[1].send_signal(self.topology.spec(what).name, number)
 
+    def limit(self, host: str, cpu: float) -> None:
+        """From now on the host has so many processors, or a part of one."""
+        self._running()[1].make(replace(self.topology.spec(host), cpu=cpu))
+
     def capture(self, host: str) -> Capture:
         """Record all that passes the host's link from now on."""
         capture = Capture(self._host(host).network)

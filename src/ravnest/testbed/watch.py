@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 from .faultplan import Progress
 
 __all__ = ["RunWatch"]
+
+
+_CHECKPOINT = re.compile(r"\.?step-(\d+)")  # hidden while it is being written
 
 
 class RunWatch:
@@ -21,7 +26,7 @@ class RunWatch:
         self._microbatches: dict[str, int] = {}
         self._updates: dict[str, int] = {}
         self._checkpoints: set[str] = set()
-        self._steps = self._rounds = 0
+        self._steps = self._rounds = self._file = 0
         self.lines: list[dict[str, Any]] = []
 
     def look(self) -> Progress:
@@ -31,8 +36,9 @@ class RunWatch:
             if "step" in line:
                 self._steps += 1
                 self._count(line)
-        with suppress(FileNotFoundError):  # what is being written has a hidden folder of its own
-            self._checkpoints |= {path.name.rpartition("step-")[2] for path in (self._folder / "checkpoints").iterdir()}
+        with suppress(FileNotFoundError):
+            names = (path.name for path in (self._folder / "checkpoints").iterdir())
+            self._checkpoints |= {found[1] for name in names if (found := _CHECKPOINT.match(name)) is not None}
         return Progress(self._microbatches, self._updates, self._steps, self._rounds, len(self._checkpoints))
 
     def _count(self, line: dict[str, Any]) -> None:
@@ -52,8 +58,14 @@ class RunWatch:
             for cluster, plan in content.get("clusters", {}).items():
                 self._members[cluster] = [stage["node"] for stage in plan["stages"]]
 
+    def _begin_again_if_replaced(self, number: int) -> None:
+        """A run that goes on from a checkpoint has another file, without the steps that are done again."""
+        if number != self._file:
+            self._file, self._at, self._rest, self._steps, self.lines = number, 0, b"", 0, []
+
     def _new_lines(self) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError), (self._folder / "metrics.jsonl").open("rb") as file:
+            self._begin_again_if_replaced(os.fstat(file.fileno()).st_ino)
             file.seek(self._at)
             added = file.read()
             self._at += len(added)
