@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: setup demo test test-fast check bench clean
+.PHONY: setup demo test test-soak test-fast check bench clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -31,6 +31,10 @@ check: setup
 # Two test processes at a time, each file in one of them: most tests wait for other processes anyway.
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# Everybody who could fail, in every way, at every moment: about half an hour.
+test-soak: setup
+	RAVNEST_SOAK=1 $(BIN)/python -m pytest tests/recovery $(ARGS)
 
 # Without the slow ones: what to run while working.
 test-fast: setup
