@@ -11,11 +11,13 @@ Python 3.12 has `os.unshare` and `os.setns`; until we need it, the C library's.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
 import socket
 import struct
+import subprocess
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -54,6 +56,7 @@ def make_space(name: str, address: str, hosts_file: str) -> Space:
         _call(_libc.unshare(_NEW_NETWORK | _NEW_NAMES | _NEW_MOUNTS))
         tun = open_tun(DEVICE)
         _set_up_network(address)
+        _send_as_home_pcs_do()
         _name(name, hosts_file)
         inside = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")]
         return Space(tun, *inside)
@@ -109,6 +112,13 @@ def _set_up_network(address: str) -> None:
         route = struct.pack("L16s16s16sHhLPh6xPLLH6x", 0, _socket_address("0.0.0.0"), bytes(16),
                             _socket_address("0.0.0.0"), _UP, 0, 0, 0, 0, ctypes.addressof(device), 0, 0, 0)  # fmt: skip
         fcntl.ioctl(asked, _ADD_ROUTE, route)
+
+
+def _send_as_home_pcs_do() -> None:
+    """With cubic, which Linux has unless somebody chose another: this machine may be set up as a server."""
+    command = ["ip", "route", "replace", "default", "dev", DEVICE, "congctl", "cubic"]
+    with contextlib.suppress(OSError):  # without `ip` hosts send as this machine does
+        subprocess.run(command, check=False, capture_output=True, timeout=10)
 
 
 def _socket_address(address: str) -> bytes:
