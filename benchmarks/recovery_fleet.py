@@ -29,7 +29,7 @@ HUB = "hub"
 STAGES, CLUSTERS = 3, 2
 PCS = tuple(f"pc{i}" for i in range(1, STAGES * CLUSTERS + 2))  # one more than work
 _PORT = 7700
-_LOOK_S = 0.1
+_LOOK_S, _LOOK_SELDOM_S = 0.1, 0.5  # seldom where speeds are measured: to look takes a processor too
 _STARTING_CPU = 0.6  # with the others at work there is as much left
 _TICKET = re.compile(r"rav1-[a-z0-9]+(?=\s)")
 _RAVNEST = (sys.executable, "-m", "ravnest")
@@ -104,7 +104,7 @@ class Fleet:
     def _keep_looking(self) -> None:
         """In a thread that has gone into the coordinator's network: its status, again and again."""
         enter_network(self.bed.hosts[HUB].network)
-        while not self._ending.wait(_LOOK_S):
+        while not self._ending.wait(_LOOK_S if self._cpu is None else _LOOK_SELDOM_S):
             try:
                 self.status = asyncio.run(self._get())
             except (RavnestError, OSError, ValueError, TimeoutError):

@@ -1,0 +1,197 @@
+"""What a failure costs: `python -m benchmarks.recovery --json out.json`.
+
+On the testbed two clusters of three PCs and a spare train a small GPT. One PC is killed, then the line of one is cut
+for good: how long until the coordinator knows, until both clusters are at full speed again, what was lost or done
+twice, and what the other cluster noticed of it. Then PCs are killed and join at random, every 30 s, for `--minutes`:
+how much of the undisturbed speed is left.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recovery_fleet import CLUSTERS, PCS, Fleet, topology
+from benchmarks.recovery_job import BATCH, Task
+from benchmarks.report import Report, arguments
+from ravnest.testbed import Testbed
+
+CPU = 0.15  # of a core for each PC: seven of them, the requester, its planner and the internet fit into two
+TASK = Task(width=64, layers=3, context=32)
+OPTIONS = ("--average-every", "64", "--steps", "1000000")
+STEADY_S, QUICK_S = 20.0, 8.0  # that a speed is measured
+PATIENCE_S = 180.0
+WINDOW_S = 5.0
+CHURN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What one failure did. Rates are of both clusters, samples/s."""
+
+    victim: str
+    detected_s: float
+    full_speed_s: float
+    returned: int
+    repeated: int
+    before: float
+    after: float
+    unaffected: float  # the other cluster's rate meanwhile, over its rate before
+
+
+class Rates:
+    """Samples per second from a run's own log, by the moments at which its lines were seen."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._seen = fleet, 0
+        self._steps: list[tuple[float, str]] = []  # when, and which cluster
+
+    def look(self) -> None:
+        self._fleet.watch.look()
+        lines = self._fleet.watch.lines
+        now_s = time.monotonic()
+        self._steps += [(now_s, line["cluster"]) for line in lines[self._seen :] if "step" in line]
+        self._seen = len(lines)
+
+    def between(self, start_s: float, end_s: float, cluster: str | None = None) -> float:
+        num = sum(start_s <= at_s < end_s and cluster in (None, name) for at_s, name in self._steps)
+        return num * BATCH / max(end_s - start_s, 1e-9)
+
+    def pause(self, seconds: float) -> tuple[float, float]:
+        """Let time pass; from when to when."""
+        start_s = time.monotonic()
+        while time.monotonic() < start_s + seconds:
+            self.look()
+            time.sleep(0.02)
+        return start_s, time.monotonic()
+
+
+def strike(fleet: Fleet, rates: Rates, how: str, steady_s: float) -> Blow:
+    """To the middle of the first cluster."""
+    hit, other = fleet.clusters()[:CLUSTERS]
+    victim = hit.stages[1].name
+    steady = rates.pause(steady_s)
+    leases = _leases(fleet)
+    injector = fleet.strike(f"{how.format(victim)} at step {fleet.watch.look().steps + 1}")
+    began_s = injector.begun[0][0]
+
+    def is_detected() -> bool:
+        rates.look()
+        return f"cluster {hit.id} is lost" in fleet.said()[-20_000:]
+
+    fleet.wait_until(is_detected, PATIENCE_S, "word of the failure", injector)
+    detected_s = time.monotonic() - began_s
+    before = rates.between(*steady)
+
+    def is_fast() -> bool:
+        rates.look()
+        now_s = time.monotonic()
+        return len(fleet.clusters()) == CLUSTERS and rates.between(now_s - WINDOW_S, now_s) >= 0.9 * before
+
+    fleet.wait_until(is_fast, PATIENCE_S, "full speed", injector)
+    full_s = time.monotonic() - began_s - WINDOW_S  # it has been so for as long
+    recovered_s = time.monotonic()
+    after = rates.between(*rates.pause(steady_s))
+    now = _leases(fleet)
+    unaffected = rates.between(began_s, recovered_s, other.id) / rates.between(*steady, other.id)
+    return Blow(victim, detected_s, full_s, now[0] - leases[0], now[1] - leases[1], before, after, unaffected)
+
+
+def put_right(fleet: Fleet, victim: str, how: str) -> None:
+    """It is there again, as a spare."""
+    if how.startswith("kill"):
+        fleet.join(victim)
+    else:
+        fleet.bed.restore(victim)
+    fleet.goes_on(5, PATIENCE_S)
+
+
+def _leases(fleet: Fleet) -> tuple[int, int]:
+    assert fleet.status is not None
+    return fleet.status.leases.returned, fleet.status.leases.repeated
+
+
+def churn(fleet: Fleet, rates: Rates, minutes: float, before: float, seed: int = 0) -> dict[str, Any]:
+    """A random kill or join every half minute; at least one cluster's PCs are always there."""
+    rng, gone, kills = random.Random(seed), list[str](), 0
+    start_s = time.monotonic()
+    longest_s = last_s = 0.0
+    steps = fleet.watch.look().steps
+    while time.monotonic() < start_s + 60 * minutes:
+        if gone and (len(gone) >= 3 or rng.random() < 0.5):
+            fleet.join(gone.pop(rng.randrange(len(gone))))
+        else:
+            gone.append(rng.choice([name for name in PCS if name not in gone]))
+            fleet.bed.kill(gone[-1])
+            kills += 1
+        until_s = time.monotonic() + CHURN_S
+        last_s = time.monotonic()
+        while time.monotonic() < until_s:
+            rates.pause(0.2)
+            if (now := fleet.watch.look().steps) > steps:
+                steps, last_s = now, time.monotonic()
+            longest_s = max(longest_s, time.monotonic() - last_s)
+    goodput = rates.between(start_s, time.monotonic()) / before
+    return {
+        "minutes": minutes, "kills": kills, "samples/s undisturbed": before, "goodput": goodput,
+        "longest pause s": longest_s, "returned": _leases(fleet)[0], "repeated": _leases(fleet)[1],
+    }  # fmt: skip
+
+
+def measure(
+    report: Report, folder: Path, *, kinds: Sequence[tuple[str, str, str]], minutes: float, steady_s: float
+) -> None:
+    with Testbed(topology()) as bed:
+        fleet = Fleet(bed, folder, TASK, OPTIONS, cpu=CPU)
+        try:
+            fleet.join(*PCS)
+            fleet.goes_on(20, PATIENCE_S)
+            rates = Rates(fleet)
+            for number, (name, how, target) in enumerate(kinds):
+                blow = strike(fleet, rates, how, steady_s)
+                report.rows.append({
+                    "failure": name, "detected s": blow.detected_s, "full speed s": blow.full_speed_s,
+                    "given back": blow.returned, "trained twice": blow.repeated, "samples/s before": blow.before,
+                    "after": blow.after, "other cluster meanwhile": blow.unaffected,
+                })  # fmt: skip
+                report.check(f"{name}: seconds to detection", blow.detected_s, target)
+                report.check(f"{name}: speed afterwards, of before", blow.after / blow.before, ">= 0.9")
+                report.check(f"{name}: the other cluster meanwhile, of before", blow.unaffected, ">= 0.95")
+                if minutes or number + 1 < len(kinds):
+                    put_right(fleet, blow.victim, how)
+            if minutes:
+                undisturbed = rates.between(*rates.pause(steady_s))
+                row = churn(fleet, rates, minutes, undisturbed)
+                report.rows.append(row)
+                report.check("churn: samples/s, of undisturbed", row["goodput"], ">= 0.8")
+                report.check("churn: longest pause, seconds", row["longest pause s"], "<= 30")
+            report.check("moments at which leases did not balance", len(fleet.problems), "== 0")
+        finally:
+            fleet.close()
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of churn; 0: none")
+    parser.add_argument("--only", choices=("failures", "churn"), help="one part alone")
+    asked = parser.parse_args()
+    kinds = [("kill -9 of a PC", "kill {}", "<= 2"), ("line cut for good", "cut {} for good", "<= 6")]
+    report = Report("What a failure costs two clusters of three PCs with a spare")
+    with tempfile.TemporaryDirectory(prefix="ravnest-recovery-") as folder:
+        if asked.quick:
+            measure(report, Path(folder), kinds=kinds[:1], minutes=0.0, steady_s=QUICK_S)
+        else:
+            if asked.only == "churn":
+                kinds = []
+            minutes = 0.0 if asked.only == "failures" else asked.minutes
+            measure(report, Path(folder), kinds=kinds, minutes=minutes, steady_s=STEADY_S)
+    report.finish(asked.json)
+
+
+if __name__ == "__main__":
+    main()
