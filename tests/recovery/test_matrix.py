@@ -33,7 +33,7 @@ HOW = ("kill", "stop 10 s", "cut 5 s", "cut for good")
 WHEN = ("forward", "update", "averaging", "checkpoint")
 PATIENCE_S = 120.0
 # Three undisturbed seeds: 2.30, 2.31 and 2.38 after 400 steps, and 2.24 to 2.26 after 500; the mean of 30 each.
-LEAST_STEPS, MOST_LOSS = 400, 2.4
+LEAST_STEPS, MOST_LOSS = 400, 2.5
 MOST_GROWTH_BYTES = {"coordinator": 200_000_000, "agent": 40_000_000}
 
 
