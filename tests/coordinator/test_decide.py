@@ -26,7 +26,7 @@ from ravnest.coordinator.events import Event
 from ravnest.coordinator.state import State, apply
 from tests.coordinator.histories import cluster, connected, history, numbers, planned, state_of
 
-WISHES = Wishes(beat_s=5.0)
+WISHES = Wishes(beat_s=5.0, rest_s=15.0)
 BEGIN = on.RunBegun(0.0, "r", None, "1")
 wishes = st.builds(
     Wishes,
@@ -237,9 +237,9 @@ def test_a_node_without_a_place_is_looked_at_together_with_running_clusters() ->
 
 def test_nothing_is_reconsidered_soon_after_a_plan_or_while_a_cluster_is_broken() -> None:
     state = trained(connected(45.0, "cellar"))
-    assert at(state, 54.9, min_stages=3) == []
+    assert at(state, 54.9, min_stages=3, rest_s=15.0) == []
     assert next_look_s(state, 54.9, WISHES) <= 55.0
-    assert [type(d) for d in at(state, 55.0, min_stages=3)] == [Reconsider]
+    assert [type(d) for d in at(state, 55.0, min_stages=3, rest_s=15.0)] == [Reconsider]
     apply(state, on.ClusterEnded(56.0, "c1", "barn is gone", is_lost=True))
     assert not any(isinstance(d, Reconsider) for d in at(state, 57.0, min_stages=3))
 
@@ -253,7 +253,7 @@ def test_survivors_of_a_cluster_are_planned_at_once() -> None:
     assert at(state, 100.0, min_nodes=3) == [EndCluster("c1", "barn is gone")]
     apply(state, on.ClusterEnded(100.0, "c1", "barn is gone", is_lost=True))
     assert at(state, 100.0, min_nodes=3) == []
-    assert next_look_s(state, 100.0, WISHES) <= 130.0
+    assert next_look_s(state, 100.0, WISHES) <= 110.0
     apply(state, on.NodeLetGo(100.5, "attic", 1))
     assert at(state, 101.0, min_nodes=3) == []
     apply(state, on.NodeLetGo(101.0, "cellar", 1))
@@ -268,8 +268,8 @@ def test_who_does_not_let_go_of_its_stage_is_waited_for_but_not_long() -> None:
     state.broke_off("barn")  # it is killed: nobody waits for it
     apply(state, on.ClusterEnded(100.0, "c1", "the link to barn broke", is_lost=True))
     apply(state, on.NodeLetGo(100.5, "attic", 1))
-    assert [d for d in decide(state, 129.9, Wishes(beat_s=60.0)) if isinstance(d, MakePlan)] == []
-    plans = [d for d in decide(state, 130.0, Wishes(beat_s=60.0)) if isinstance(d, MakePlan)]
+    assert [d for d in decide(state, 109.9, Wishes(beat_s=60.0)) if isinstance(d, MakePlan)] == []
+    plans = [d for d in decide(state, 110.0, Wishes(beat_s=60.0)) if isinstance(d, MakePlan)]
     assert plans == [MakePlan(("attic", "cellar"), "cluster c1 broke")]
 
 

@@ -101,13 +101,15 @@ def test_five_pcs_in_three_homes(testbed: Callable[[Topology], Testbed], tmp_pat
     first = sum(map(len, steps_of(tmp_path).values()))
     with bed.capture("anna-1") as near, bed.capture("hub") as hub:
         join("anna-2", "carl-1", "carl-2")
-        wait_until(lambda: len(steps := steps_of(tmp_path)) == 2 and min(map(len, steps.values())) >= 25, 90, tmp_path)
+        wait_until(lambda: sum(len(found) >= 25 for found in steps_of(tmp_path).values()) >= 2, 90, tmp_path)
     coordinator.send_signal(signal.SIGINT)
     assert coordinator.wait(60) == 0, said(tmp_path)
 
     losses = steps_of(tmp_path)
+    begin = next(iter(losses.values()))[0]
     for cluster, found in losses.items():
-        assert sum(found[-5:]) / 5 < 0.7 * found[0], f"the loss of {cluster} does not fall: {found}"
+        if len(found) >= 25:
+            assert sum(found[-5:]) / 5 < 0.7 * begin, f"the loss of {cluster} does not fall: {found}"
     kinds = set(re.findall(r"has a (direct|punched|relayed) link", said(tmp_path)))
     assert kinds == {"direct", "punched", "relayed"}, said(tmp_path)
     assert (tmp_path / "run" / "model.safetensors").exists()

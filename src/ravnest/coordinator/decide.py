@@ -46,7 +46,7 @@ class Wishes:
     beat_s: float = 2.0
     forming_s: float = 120.0
     blame_s: float = BLAME_S
-    rest_s: float = 15.0  # between a change of plan and looking for a better one
+    rest_s: float = 60.0  # between a change of plan and looking for a better one
     num_spares: int = 0
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 BLAME_S = 300.0
-_LET_GO_S = 30.0  # that a member of a cluster that ended has to put down what it learnt
+_LET_GO_S = 10.0  # that a member of a cluster that ended has to put down what it learnt
 _MOST_WORDS = 500
 
 Phase = Literal["forming", "training", "ended", "lost"]
