@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from ravnest.core.errors import HandshakeError, LinkClosed, LinkTimeout
+from ravnest.net.frame import encode_head
 from ravnest.net.front import FrontConfig
 from ravnest.net.hello import Join, Observe, encode_note
 from ravnest.net.hub import HubConfig, RelayHub
@@ -73,6 +74,19 @@ def shared(members: Members) -> Iterator[RelayServer]:
 @pytest.fixture
 def kind(members: Members, shared: RelayServer) -> RelayKind:
     return RelayKind(members, shared)
+
+
+def test_a_reader_in_the_middle_of_a_frame_learns_at_once_that_the_other_left(
+    members: Members, kind: RelayKind
+) -> None:
+    with kind.pair() as (left, right):
+        reading = run(receive, right)
+        head = encode_head(Note(1), [10**6], generation=left.generation, max_bytes=CONFIG.max_frame_bytes)
+        assert left._channel.try_write([memoryview(head), memoryview(bytes(1000))]) == len(head) + 1000
+        time.sleep(0.3)  # it has taken these and waits for the many that are missing
+        left.close()
+        with pytest.raises(LinkClosed, match="in the middle of a frame"):
+            reading.result(DEADLINE_S / 2)
 
 
 def test_relayed_links_over_ipv6(members: Members) -> None:

@@ -25,21 +25,19 @@ from typing import Any, TypeAlias, cast
 from ravnest.core.errors import FrameError, HandshakeError
 from ravnest.net.sockets import SocketChannel
 
-__all__ = ["RECORD_BYTES", "Allowed", "TlsChannel", "shake_hands"]
+__all__ = ["Allowed", "TlsChannel", "shake_hands"]
 
 Allowed: TypeAlias = Callable[[str], bool]
 """Whether a node of this name may be at the other end."""
 
 _SLICE_BYTES = 128 * 1024  # encrypted, then sent: stays in the core's cache in between
 _WAKES_BYTES = 256 * 1024  # woken at most so often; more would keep the last of a frame waiting for the core
-RECORD_BYTES = 17 * 1024  # OpenSSL may hold back as much: the beginning of a record
+_RECORD_BYTES = 17 * 1024  # OpenSSL may hold back as much: the beginning of a record
 _ACCEPTED, _REFUSED = b"\x01", b"\x00"
 
 
 class TlsChannel(SocketChannel):
     """A `Channel` over a connected TCP socket; usable once `shake_hands` has run to its end."""
-
-    _held_back_bytes = RECORD_BYTES
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         super().__init__(sock)
@@ -87,7 +85,7 @@ class TlsChannel(SocketChannel):
 
     def wait_readable(self, timeout_s: float) -> bool:
         """What is wanted is still to come, but for what OpenSSL holds back; encrypted it is only more."""
-        self.wake_after(max(1, min(_WAKES_BYTES, self._wanted_bytes - self._held_back_bytes)))
+        self.wake_after(max(1, min(_WAKES_BYTES, self._wanted_bytes - _RECORD_BYTES)))
         return super().wait_readable(timeout_s)
 
     def try_handshake(self) -> bool:

@@ -20,7 +20,7 @@ from ravnest.core.ids import check_id
 from ravnest.net.addresses import Address, show
 from ravnest.net.converse import Steps, authenticate, hear, say
 from ravnest.net.deadline import Deadline
-from ravnest.net.handshake import RECORD_BYTES, TlsChannel, shake_hands
+from ravnest.net.handshake import TlsChannel, shake_hands
 from ravnest.net.hello import (
     NOTE_PREFIX_BYTES,
     RELAY_PROTOCOL,
@@ -156,11 +156,13 @@ class _Carried(SocketChannel):
 class _CarriedTls(TlsChannel, _Carried):
     """TLS in TLS: what `TlsChannel` takes for the socket is `_Carried`, which comes next among the bases."""
 
-    _held_back_bytes = 2 * RECORD_BYTES
-
     def __init__(self, carrier: TlsChannel, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         self._carrier = carrier
         super().__init__(sock, context, server_side=server_side)
 
     def try_flush(self) -> bool:
         return super().try_flush() and self._carrier.try_flush()
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """The relay says goodbye in a few bytes and then waits: any must wake this end."""
+        return SocketChannel.wait_readable(self, timeout_s)
