@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 
 import ravnest
-from ravnest.cli import main
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.fleetplan import compressed, sent_bytes
 from ravnest.graph import Cutter, legal_cuts, measure_costs, trace
@@ -43,24 +43,19 @@ memory = "2 GB"
 speed = 10.0
 site = "home"
 """
-Capture = pytest.CaptureFixture[str]
+Said = Callable[..., tuple[int, str, str]]
 
 
 class Ravnest:
     """The command, in this process: what it prints, and its exit code."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
-        self._folder, self._monkeypatch, self._capture = folder, monkeypatch, capture
+    def __init__(self, folder: Path, said: Said) -> None:
+        self._folder, self._said = folder, said
 
     def plan(self, *args: str, job: str = JOB, nodes: str = PAIR) -> tuple[int, str, str]:
         (self._folder / "job.py").write_text(job)
         (self._folder / "nodes.toml").write_text(nodes)
-        self._monkeypatch.chdir(self._folder)
-        self._monkeypatch.setattr(sys, "argv", ["ravnest", "plan", "job.py", "--nodes", "nodes.toml", *args])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = self._capture.readouterr()
-        return int(left.value.code or 0), out, err
+        return self._said("plan", "job.py", "--nodes", "nodes.toml", *args)
 
     def json(self, *args: str, job: str = JOB, nodes: str = PAIR) -> dict[str, Any]:
         code, out, err = self.plan("--json", *args, job=job, nodes=nodes)
@@ -70,8 +65,9 @@ class Ravnest:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Ravnest:
-    return Ravnest(tmp_path, monkeypatch, capsys)
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> Ravnest:
+    monkeypatch.chdir(tmp_path)
+    return Ravnest(tmp_path, said)
 
 
 def names_in(plan: dict[str, Any]) -> list[str]:
@@ -236,12 +232,9 @@ def test_a_bad_node_file_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
     assert "memory is missing" in done.stderr
 
 
-def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr(sys, "argv", ["ravnest", "plan", "--help"])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 0
-    out = capsys.readouterr().out
+def test_help_has_an_example(said: Said) -> None:
+    code, out, _ = said("plan", "--help")
+    assert code == 0
     for text in ("Example", "--nodes", "--simulate", "--whole", "Trains"):
         assert text in out
 

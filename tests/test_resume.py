@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -151,15 +152,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_one_sentence(name: str, through: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_one_sentence(
+    name: str, through: Path, tmp_path: Path, said: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new, args, sentence = REFUSED[name]
     copy_at(through, tmp_path, 40)
     (tmp_path / "job.py").write_text((tmp_path / "job.py").read_text().replace(old, new, 1))
-    asked = command(tmp_path, "--resume", "run", "--local", "1", *args)
-    done = subprocess.run(asked, capture_output=True, text=True, cwd=tmp_path, timeout=_PATIENCE_S)
-    assert done.returncode == 2, done.stdout
-    assert re.search(sentence, done.stderr.replace("\n", " ")), done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = said("train", "job.py", "--resume", "run", "--local", "1", *args)
+    assert code == 2
+    assert re.search(sentence, errors.replace("\n", " ")), errors
 
 
 def test_an_earlier_checkpoint_needs_a_folder_of_its_own(through: Path, tmp_path: Path) -> None:

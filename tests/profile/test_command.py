@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ravnest.cli import main
 from ravnest.nodefile import read_nodes
 
 pytestmark = pytest.mark.slow
@@ -28,19 +28,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Run `ravnest profile` with these arguments: its exit code, what it printed, and what it said besides."""
+def profile(monkeypatch: pytest.MonkeyPatch, said: Run, tmp_path: Path) -> Run:
+    """`ravnest profile` where there is a job."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text(JOB)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ravnest", "profile", *args])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
+    return partial(said, "profile")
 
 
 def test_two_ends_of_a_line(profile: Run) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ravnest.cli import main
 from tests.testbed.test_topology import EXAMPLE
 
 FILE = """
@@ -81,22 +80,8 @@ def test_ctrl_c_lets_the_commands_end(file: Path, how: signal.Signals) -> None:
 Said = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run in this process, with these arguments: the exit code, what was printed, and what went wrong."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ravnest", "testbed", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
-
-
 def test_check_shows_the_hosts(said: Said) -> None:
-    code, printed, _ = said(EXAMPLE, "--check")
+    code, printed, _ = said("testbed", EXAMPLE, "--check")
     words = "anna-1 anna 192.168.1.11 198.18.0.1 20 Mbit/s 20 Mbit/s 40 ms 0.5 1.0 GB"
     assert words in [" ".join(line.split()) for line in printed.splitlines()]
     assert code == (0 if "this machine has all that a testbed needs" in printed else 2)
@@ -114,7 +99,7 @@ def test_check_shows_the_hosts(said: Said) -> None:
     ],
 )
 def test_mistakes_are_sentences(said: Said, args: list[object], sentence: str) -> None:
-    code, _, error = said(*args)
+    code, _, error = said("testbed", *args)
     assert sentence in error
     assert (code, error.count("\n")) == (2, 1)
 

@@ -32,11 +32,11 @@ TOPOLOGY = Topology(
     homes=(Home(name="anna"), Home(name="bela"), Home(name="carl", nat="symmetric")),
     hosts=(
         HostSpec(name="hub", line=Line(delay_s=0.002)),
-        HostSpec(name="anna-1", home="anna", line=FAST, cpu=0.45),
-        HostSpec(name="bela-1", home="bela", line=SLOW, cpu=0.35),
-        HostSpec(name="anna-2", home="anna", line=FAST, cpu=0.3),
-        HostSpec(name="carl-1", home="carl", line=FAST, cpu=0.35),
-        HostSpec(name="carl-2", home="carl", line=FAST, cpu=0.3),
+        HostSpec(name="anna-1", home="anna", line=FAST, cpu=0.9),
+        HostSpec(name="bela-1", home="bela", line=SLOW, cpu=0.7),
+        HostSpec(name="anna-2", home="anna", line=FAST, cpu=0.6),
+        HostSpec(name="carl-1", home="carl", line=FAST, cpu=0.7),
+        HostSpec(name="carl-2", home="carl", line=FAST, cpu=0.6),
     ),
 )
 SIZES = {"anna-1": "900MB", "bela-1": "600MB", "anna-2": "700MB", "carl-1": "1GB", "carl-2": "650MB"}

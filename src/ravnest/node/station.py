@@ -15,7 +15,6 @@ import logging
 import math
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ from .partrun import PartRun
 from .shelf import Shelf
 from .talk import Begin, Free, Freed, FromAgent, Opened, Take, Unable
 from .whereabouts import Lookout
-from .worker import begin_process
+from .worker import begin_process, live
 
 __all__ = ["Station", "main"]
 
@@ -210,13 +209,13 @@ def main() -> None:
     options = parser.parse_args()
     begin_process()
     link = unix_link(socket.socket(fileno=options.control), LinkConfig(headers=FromAgent), peer="the agent")
-    try:
+
+    def work() -> None:
         begin = link.receive(lambda header, lengths: [], deadline_s=_BEGIN_S)
         assert isinstance(begin, Begin), "an agent says first who its worker is"
         Station(link, begin).run()
-    except RavnestError as error:
-        _log.error("%s", error)
-        sys.exit(1)
+
+    live(work)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -32,7 +33,7 @@ from .allocator import keep_freed_memory
 from .orders import Assign, Orders
 from .stagework import StageWork, failure_of
 
-__all__ = ["begin_process", "main"]
+__all__ = ["begin_process", "live", "main"]
 
 _ASSIGN_S = 300.0
 _log = logging.getLogger("ravnest.worker")
@@ -95,6 +96,18 @@ def _watch_parent(parent: int) -> None:
     os._exit(3)
 
 
+def live(work: Callable[[], None]) -> NoReturn:
+    """Work, and leave at once: to take Python and torch apart would keep a core busy for half a second."""
+    code = 0
+    try:
+        work()
+    except RavnestError as error:
+        _log.error("%s", error)
+        code = 1
+    logging.shutdown()
+    os._exit(code)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--control", type=int, required=True)
@@ -102,11 +115,7 @@ def main() -> None:
     parser.add_argument("--after", type=int)
     options = parser.parse_args()
     begin_process()
-    try:
-        run(options.control, options.before, options.after)
-    except RavnestError as error:
-        _log.error("%s", error)
-        sys.exit(1)
+    live(lambda: run(options.control, options.before, options.after))
 
 
 if __name__ == "__main__":
