@@ -16,7 +16,7 @@ from tests.net.kinds import DEADLINE_S, Members
 
 pytestmark = pytest.mark.timeout(20)
 
-MUCH, LITTLE = 100_000, 30_000  # bytes; a connection holds both, whoever reads
+MUCH, LITTLE = 60_000, 20_000  # bytes; a connection holds both, whoever reads
 
 
 class Wire:
@@ -145,3 +145,13 @@ def test_no_wait_is_for_more_than_is_sent(written: list[int], carried: list[int]
             assert far.wait_readable(0.0), f"the last {len(data) - at} bytes are there and wake nobody"
             at += far.try_read([found[at:]]) or 0
         assert found == data
+
+
+@pytest.mark.parametrize("wanted_bytes", [LITTLE, MUCH, 10 * MUCH])
+def test_what_waits_to_be_read_leaves_room_for_more(members: Members, wanted_bytes: int) -> None:
+    """Else the peer may send nothing ahead, and a long line stands empty for most of the time."""
+    with channels(members) as (_, far, wire):
+        assert far.try_read([memoryview(bytearray(wanted_bytes))]) is None
+        assert not far.wait_readable(0.0)
+        waiting, room = (wire.far.getsockopt(socket.SOL_SOCKET, o) for o in (socket.SO_RCVLOWAT, socket.SO_RCVBUF))
+        assert waiting <= room / 4

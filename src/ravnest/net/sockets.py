@@ -58,7 +58,12 @@ class SocketChannel:
         return wait_ready(self._sock, selectors.EVENT_READ, timeout_s)
 
     def wake_after(self, num_bytes: int) -> None:
-        """Let waits to read end only when so much has arrived, where the system can do that; or at the end."""
+        """Let waits to read end only when so much has arrived, where the system can do that; or at the end.
+
+        What waits to be read takes room from what the peer may send ahead: over a long line, two thirds of its speed.
+        So it is never more than a quarter of that room, which grows with the line.
+        """
+        num_bytes = min(num_bytes, self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 4)
         if num_bytes != self._wakes_bytes:
             self._wakes_bytes = num_bytes
             with contextlib.suppress(OSError):  # Windows knows the option and refuses it: woken more often, not wrong
