@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks.agents_feed import Feed, Listener, open_feed
 from benchmarks.fleets import FLOPS_PER_S
-from ravnest.core.control import Desired, Hello, NodeProfile, Part, Report, Told, Welcome, Whereabouts
+from ravnest.core.control import Desired, Hello, LetGo, NodeProfile, Part, Report, Told, Welcome, Whereabouts
 from ravnest.core.errors import RavnestError
 from ravnest.core.metrics import StageMetrics
 from ravnest.core.orders import Failed, Linked, Ready, Reports, Updated
@@ -110,7 +110,7 @@ class Agent:
                 self._put_down()
             case Desired(part=part) if part is not None:
                 self._put_down()
-                self.part, self._updates = part, 0
+                self.part, self._updates = part, part.begin
                 self._others.told_s = time.monotonic()
                 self._taking = asyncio.create_task(self._take(part))
 
@@ -137,6 +137,7 @@ class Agent:
         """Be free."""
         if self.part is not None:
             self._others.clusters.get(self.part.cluster, {}).pop(self.part.stage, None)
+            self._outbox.put(LetGo(self.part.generation))
         if self._taking is not None:
             self._taking.cancel()
         if self.feed is not None:

@@ -89,7 +89,7 @@ class Feed(asyncio.Protocol):
     def _take(self, header: Forward) -> None:
         self._received += 1
         self._ahead = max(self._ahead, self._received - len(self._done_s))
-        asked = header.microbatch - self._ahead
+        asked = header.microbatch - self._part.begin * self._accumulate - self._ahead
         if header.microbatch % self._accumulate == 0 and asked >= 0:
             self._listener.leased(self._loop.time() - self._done_s[asked])
         self._waiting.append(header)

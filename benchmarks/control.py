@@ -41,7 +41,7 @@ class Lengths:
     """How long things are measured; `wait_s` is how long the coordinator waits before it plans."""
 
     counts: tuple[int, ...] = (100, 300, 1000)
-    beat_s: float = 5.0
+    beat_s: float = 2.0
     beats_s: float = 10.0
     leases_s: float = 10.0
     flood_s: float = 3.0
@@ -220,7 +220,7 @@ def add_checks(report: Report, rows: list[Row], lengths: Lengths) -> None:
     report.check(f"memory per node, {growth}", many["kB per node"] / few["kB per node"], "<= 1.2")
     report.check(f"CPU of a beat, {growth}", many["beat us"] / few["beat us"], "<= 1.3")
     report.check("CPU of a beat, against a bare aiohttp server", many["beat us"] / many["floor beat us"], "<= 4.0")
-    report.check("beats of 1,000 agents every 5 s, % of a core", many["beat us"] * 1000 / 5 / 1e4, "< 20")
+    report.check("beats of 1,000 agents every 2 s, % of a core", many["beat us"] * 1000 / 2 / 1e4, "< 20")
     report.check(f"seconds to join, each, {growth}", many["join ms each"] / few["join ms each"], "<= 1.5")
     report.check(f"CPU of a lease, {growth}", many["lease cpu ms"] / few["lease cpu ms"], "<= 1.3")
     for row in rows:

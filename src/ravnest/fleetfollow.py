@@ -82,6 +82,7 @@ class Following:
             try:
                 note = self.notes.get(timeout=_LOOK_S)
             except queue.Empty:
+                self._serving.check()
                 continue
             try:
                 self._handle(note)

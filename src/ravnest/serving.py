@@ -53,10 +53,18 @@ class Serving:
         if error is not None:
             self._reason = f"the run has ended: {error or kind}"
         closing = self._closing
-        if closing is not None:
+        if closing is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(closing.set)
         self._thread.join(_CLOSE_S)
         self._held.__exit__(None, None, None)
+
+    def check(self) -> None:
+        """Raise what made the coordinator stop, if it has."""
+        if self._error is not None:
+            self._error.add_note(
+                "The coordinator stopped at that; nodes wait for it. `--resume` takes the run up again"
+            )
+            raise self._error
 
     def call(self, work: Callable[[Coordinator], T]) -> T:
         """Have the loop do something, and wait for it."""
@@ -86,7 +94,10 @@ class Serving:
         await self.service.open()
         self.ticket = self.service.ticket()
         self._opened.set()
-        try:
-            await self._closing.wait()
-        finally:
+        closing, tending = asyncio.create_task(self._closing.wait()), asyncio.create_task(self.service.tend())
+        await asyncio.wait([closing, tending], return_when=asyncio.FIRST_COMPLETED)
+        if closing.done():
             await self.service.close(self._reason)
+        else:
+            await self.service.give_up()
+        await tending

@@ -22,6 +22,7 @@ from ravnest.core.control import (
     Beat,
     Desired,
     Hello,
+    LetGo,
     NodeProfile,
     Part,
     Report,
@@ -227,6 +228,8 @@ class Guest:
         if self.feed is not None:
             self.feed.close()
             self.feed = None
+        if self.holding:
+            await self.say(LetGo(self.holding))
         self.holding = part.generation if part is not None else 0
         if part is not None:
             self.keep(self._does(self, part))

@@ -134,7 +134,8 @@ class Coordinator:
             await asyncio.sleep(_REST_S)
             if self._wake.is_set():
                 continue
-            wait_s = min(max(next_look_s(self.state, now_s, self.wishes) - self.now_s(), 0.0), 1.0)
+            due_s = next_look_s(self.state, now_s, self.wishes)
+            wait_s = min(max(due_s - self.now_s(), 0.0), self.beat_s / 2)  # well within what counts as standing still
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()

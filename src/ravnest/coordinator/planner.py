@@ -142,7 +142,9 @@ class Planner:
             self._watch.heard(name, metrics, cluster.seconds[stage], self._office.now_s())
 
     def look(self) -> None:
-        """Whether a node shows another speed than it was planned with."""
+        """Whether a node shows another speed than it was planned with; raises what went wrong with a plan."""
+        if self._task is not None and self._task.done():
+            self._task.result()
         office, now_s = self._office, self._office.now_s()
         for found in self._watch.look(office.running.members, now_s):
             speed = office.state.nodes[found.name].speed * found.share

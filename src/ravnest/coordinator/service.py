@@ -151,6 +151,20 @@ class Service:
         (self.config.directory / "address").write_text(f"127.0.0.1:{self.port}\n")
         self._tasks = [loop.create_task(coordinator.tend()), loop.create_task(self._flush())]
 
+    async def tend(self) -> None:
+        """Until it is closed; raises what went wrong in deciding, without which nothing else is worth going on."""
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks)
+
+    async def give_up(self) -> None:
+        """Stop as a process that is killed does: nodes train on and wait, and the run may be taken up again."""
+        for task in self._tasks:
+            task.cancel()
+        self._server.close()
+        self._front.close()
+        self._journal.flush(sync=True)
+        self._journal.close()
+
     async def close(self, reason: str) -> None:
         """End all conversations and stop listening."""
         coordinator = self.coordinator

@@ -1,0 +1,50 @@
+"""Deciding goes on: however short a beat is, who is silent is lost; and if deciding fails, the run does not hang."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ravnest.coordinator.decide import Wishes
+from ravnest.coordinator.journal import replay
+from ravnest.coordinator.service import Service, ServiceConfig
+from ravnest.serving import Serving
+from tests.coordinator.attacks import Giver, house, run
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize("beat_s", [0.2, 1.0])
+def test_who_breaks_off_and_is_silent_is_lost(beat_s: float, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(tmp_path, wishes=Wishes(beat_s=beat_s, wait_s=0.05)) as found:
+            async with await found.guest("ann"):
+                await found.says("ann connected")
+            await found.says("ann", f"not heard for 3 beats of {beat_s:g} s")
+
+    run(test())
+
+
+def test_what_goes_wrong_in_deciding_ends_the_run_and_leaves_it_resumable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServiceConfig(directory=tmp_path / "keys", host="127.0.0.1", port=0)
+
+    def confused() -> None:
+        raise KeyError("nobody thought of this")
+
+    def make() -> Service:
+        service = Service(config, Giver(tmp_path), run="test")
+        monkeypatch.setattr(service.coordinator.averaging, "look", confused)
+        return service
+
+    with pytest.raises(KeyError, match="nobody thought of this") as raised, Serving(tmp_path / "keys", make) as serving:
+        until_s = time.monotonic() + 10
+        while time.monotonic() < until_s:
+            serving.check()
+            time.sleep(0.01)
+    assert "--resume" in raised.value.__notes__[0]
+    state, problems = replay(tmp_path / "keys" / "journal")
+    assert (state.run, state.ended, problems) == ("test", None, [])
