@@ -40,11 +40,15 @@ def test_what_goes_wrong_in_deciding_ends_the_run_and_leaves_it_resumable(
         monkeypatch.setattr(service.coordinator.averaging, "look", confused)
         return service
 
-    with pytest.raises(KeyError, match="nobody thought of this") as raised, Serving(tmp_path / "keys", make) as serving:
-        until_s = time.monotonic() + 10
-        while time.monotonic() < until_s:
-            serving.check()
-            time.sleep(0.01)
+    def serve() -> None:
+        with Serving(tmp_path / "keys", make) as serving:
+            until_s = time.monotonic() + 10
+            while time.monotonic() < until_s:
+                serving.check()
+                time.sleep(0.01)
+
+    with pytest.raises(KeyError, match="nobody thought of this") as raised:
+        serve()
     assert "--resume" in raised.value.__notes__[0]
     state, problems = replay(tmp_path / "keys" / "journal")
     assert (state.run, state.ended, problems) == ("test", None, [])
