@@ -30,7 +30,7 @@ check: setup
 
 # Two test processes at a time, each file in one of them: most tests wait for other processes anyway.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Everybody who could fail, in every way, at every moment: about half an hour.
 test-soak: setup

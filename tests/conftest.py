@@ -13,6 +13,16 @@ from ravnest.cli import main
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that may take longest begin first: then none of the test processes is left with them in the end."""
+    items.sort(key=lambda item: -_patience_s(item))
+
+
+def _patience_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None and marker.args[0] > 100 else 0.0
+
+
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run `ravnest` in this process with these arguments: its exit code, what it printed, and what it said besides."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from .core.disk import sync_directory
 from .core.errors import WeightsError
 from .graph import Program
 from .graph.weights import open_weights
@@ -139,10 +140,10 @@ class Draft:
             file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
             file.flush()
             os.fsync(file.fileno())
-        _sync(self.folder)
+        sync_directory(self.folder)
         _remove(self._final)  # of a run that went another way from an earlier checkpoint
         self.folder.replace(self._final)
-        _sync(self._final.parent)
+        sync_directory(self._final.parent)
         return Checkpoint(self._final, manifest)
 
     def discard(self) -> None:
@@ -232,13 +233,3 @@ def _remove(folder: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk too, where the system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -225,9 +225,11 @@ def test_newcomers_make_further_clusters_while_others_train() -> None:
 
 def test_a_node_without_a_place_is_looked_at_together_with_running_clusters() -> None:
     state = trained(connected(100.0, "cellar"))
-    assert at(state, 100.0, min_stages=3) == [Reconsider(("c1",), ("cellar",), "cellar is free")]
-    assert at(state, 100.0, min_stages=3, num_spares=1) == []
-    apply(state, on.Considered(101.0, ("cellar",), (), "no change is worth it"))
+    assert at(state, 114.9, min_stages=3) == [], "another may be about to come"
+    assert next_look_s(state, 114.9, WISHES) == 115.0
+    assert at(state, 115.0, min_stages=3) == [Reconsider(("c1",), ("cellar",), "cellar is free")]
+    assert at(state, 115.0, min_stages=3, num_spares=1) == []
+    apply(state, on.Considered(116.0, ("cellar",), (), "no change is worth it"))
     assert at(state, 5000.0, min_stages=3) == []
     apply(state, on.NodeSlowed(6000.0, "barn", 0.4, "its stage shows it"))
     why = "nodes are faster or slower than they were taken to be"
@@ -236,7 +238,7 @@ def test_a_node_without_a_place_is_looked_at_together_with_running_clusters() ->
 
 
 def test_nothing_is_reconsidered_soon_after_a_plan_or_while_a_cluster_is_broken() -> None:
-    state = trained(connected(45.0, "cellar"))
+    state = trained(connected(35.0, "cellar"))
     assert at(state, 54.9, min_stages=3, rest_s=15.0) == []
     assert next_look_s(state, 54.9, WISHES) <= 55.0
     assert [type(d) for d in at(state, 55.0, min_stages=3, rest_s=15.0)] == [Reconsider]

@@ -36,7 +36,7 @@ def step_seconds(program: Program, batch: Any, repeats: int) -> float:
 def test_the_sum_predicts_a_real_step(case: Case, batch: int, repeats: int) -> None:
     program = trace(case.build().train(), case.loss, case.batch(batch))
     predicted = real = float("inf")
-    for _ in range(5):  # taking turns, until both have had a quiet moment of the machine
+    for _ in range(15):  # taking turns, until both have had a quiet moment of the machine
         predicted = min(predicted, sum(s.total_s for s in measure_seconds(program, batch, budget_s=0.8)))
         real = min(real, step_seconds(program, case.batch(batch), repeats))
         if 0.7 < predicted / real < 1.4:

@@ -43,6 +43,10 @@ class Visit:
         assert isinstance(said, kind), said
         return said
 
+    async def hear_beat(self) -> None:
+        message = await self.socket.receive(PATIENCE_S)
+        assert isinstance(msgspec.msgpack.decode(message.data, type=Said), Beat)
+
     async def close(self) -> None:
         await self.socket.close()
         self.is_over.set()

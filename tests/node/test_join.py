@@ -43,6 +43,7 @@ def test_one_leaves_by_ctrl_c_and_one_is_sent_away(tmp_path: Path) -> None:
             workers = [*agent.children(), *psutil.Process(cellar.pid).children()]
             assert agent.memory_info().rss < 100e6 < workers[0].memory_info().rss
 
+            await visits["attic"].hear_beat()  # it knows that it is welcome
             attic.send_signal(signal.SIGINT)
             await visits["attic"].hear(Leave)
             await visits["attic"].tell(Goodbye("it left", again=False))

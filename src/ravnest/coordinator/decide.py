@@ -193,12 +193,12 @@ def _plan(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -
 
 def _reconsider(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> Reconsider | None:
     """Not while a cluster is forming or broken, and not often: every change costs its cluster a moment."""
-    if not state.run or state.ended is not None or now_s < state.considered_s + wishes.rest_s or state.broken:
+    free = _free(state, now_s, wishes, silent)
+    if not state.run or state.ended is not None or state.broken or now_s < _reconsider_s(state, free, wishes):
         return None
     clusters = list(state.live_clusters())
     if not clusters or any(cluster.phase == "forming" for cluster in clusters):
         return None
-    free = _free(state, now_s, wishes, silent)
     if state.considered is None and any(node.speed != 1.0 for node in state.nodes.values()):
         reason = "nodes are faster or slower than they were taken to be"
     elif len(free) > wishes.num_spares and not set(free) <= (state.considered or set()):
@@ -206,6 +206,12 @@ def _reconsider(state: State, now_s: float, wishes: Wishes, silent: Collection[s
     else:
         return None
     return Reconsider(tuple(cluster.plan.id for cluster in clusters[-_MOST_CHANGED:]), tuple(free), reason)
+
+
+def _reconsider_s(state: State, free: Iterable[str], wishes: Wishes) -> float:
+    """Not before it is quiet, either: who comes is often one of several."""
+    came_s = max((state.nodes[name].connected_s for name in free), default=-inf)
+    return max(state.considered_s + wishes.rest_s, came_s + wishes.wait_s)
 
 
 def _free(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> list[str]:
@@ -253,8 +259,9 @@ def _free_since_s(node: NodeRecord, wishes: Wishes) -> float:
 
 def _turns(state: State, now_s: float, wishes: Wishes) -> Iterator[float]:
     """All moments at which a decision may change, past ones too."""
+    free = _free(state, now_s, wishes, _silent(state, now_s, wishes))
     yield now_s + wishes.beat_s
-    yield state.considered_s + wishes.rest_s
+    yield _reconsider_s(state, free, wishes)
     for name, node in state.nodes.items():
         if node.is_present:
             yield _lost_s(state, name, wishes)
@@ -266,7 +273,7 @@ def _turns(state: State, now_s: float, wishes: Wishes) -> Iterator[float]:
             yield node.leaving_s + _LEAVE_S
     for cluster in state.live_clusters():
         yield _late_s(cluster, wishes)
-    due = _due(state, _free(state, now_s, wishes, _silent(state, now_s, wishes)), wishes)
+    due = _due(state, free, wishes)
     if due is not None:
         yield due[0]
 

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..core.config import config, format_bytes, require
+from ..core.disk import sync_directory
 from ..core.errors import RavnestError
 from .events import Event
-from .journalfile import Snapshot, encode_record, open_private, replay, sync_directory, write_all, write_new
+from .journalfile import Snapshot, encode_record, open_private, replay, write_all, write_new
 from .state import State, snapshot
 
 __all__ = ["Journal", "JournalConfig", "replay"]

@@ -9,7 +9,6 @@ the reader takes what is whole, and cuts off the rest.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..core.config import format_bytes
 from .events import Event
 from .state import State, apply, restore
 
-__all__ = ["Snapshot", "encode_record", "open_private", "replay", "sync_directory", "write_all", "write_new"]
+__all__ = ["Snapshot", "encode_record", "open_private", "replay", "write_all", "write_new"]
 
 _HEAD = struct.Struct("!II")
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -124,13 +123,3 @@ def write_new(path: Path, data: bytes) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def sync_directory(path: Path) -> None:
-    """Not every system can; a rename that a crash undoes leaves the old file, which is good too."""
-    with contextlib.suppress(OSError):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from ..core.control import Copy, NodeProfile, Whereabouts
+from ..core.control import MOST_COPIES, Copy, NodeProfile, Whereabouts
 from .events import Cluster
 from .leases import Leases
 from .sentences import plain
@@ -94,9 +94,10 @@ class NodeRecord(_Record, kw_only=True):
         return self.free_since_s if self.letting_go_s is None else self.letting_go_s + _LET_GO_S
 
     def keep(self, kept: KeptCopy) -> None:
-        """Of every stage the newest."""
+        """Of every stage the newest, and no more than the node keeps."""
         same = (kept.copy.cluster, kept.copy.stage)
-        self.copies = [c for c in self.copies if (c.copy.cluster, c.copy.stage) != same] + [kept]
+        others = [c for c in self.copies if (c.copy.cluster, c.copy.stage) != same]
+        self.copies = [*others, kept][-MOST_COPIES:]
 
 
 class LinkRecord(_Record):
