@@ -25,6 +25,11 @@ def test_what_slows_everybody_is_nobodys_fault() -> None:
     assert judge({}) == []
 
 
+def test_a_small_stage_says_nothing_of_its_node() -> None:
+    paces = {"attic": Pace(0.1, 0.1), "barn": Pace(0.1, 0.1), "cellar": Pace(0.001, 0.01)}
+    assert judge(paces) == []
+
+
 def test_a_node_is_named_after_two_periods_and_not_before() -> None:
     watch = Watch()
 

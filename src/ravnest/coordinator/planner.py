@@ -17,7 +17,7 @@ from .decide import MakePlan, Reconsider, Wishes, decide, machines_of
 from .events import Cluster, Considered, Event, NodeSlowed, PlanFailed, PlanMade
 from .requester import Requester, StageFiles
 from .running import Made, Running
-from .slow import Watch
+from .slow import FASTEST, SLOWEST, Watch
 from .sources import Beginning, find_beginning
 from .state import State
 
@@ -147,5 +147,7 @@ class Planner:
             self._task.result()
         office, now_s = self._office, self._office.now_s()
         for found in self._watch.look(office.running.members, now_s):
-            speed = office.state.nodes[found.name].speed * found.share
-            office.record(NodeSlowed(now_s, found.name, speed, "its stage shows it, next to the others"))
+            known = office.state.nodes[found.name].speed
+            speed = min(max(known * found.share, SLOWEST), FASTEST)
+            if speed != known:
+                office.record(NodeSlowed(now_s, found.name, speed, "its stage shows it, next to the others"))

@@ -3,7 +3,11 @@
     share_i = planned seconds of a microbatch / measured seconds          speed_i <- speed_i * share_i / median(share)
 
 All shares are taken relative to the median, for what slows everybody changes no plan. A node is spoken of only if it
-is off by more than half, in two periods after one another: a PC that is busy for a moment is no reason to move.
+is off by more than half, in two periods after one another: a PC that is busy for a moment is no reason to move. A stage
+that is small next to others shows what a message costs, not how fast its node is, and is passed over.
+
+However it looks, a node is taken to be at most `FASTEST` and at least `SLOWEST` times as fast as it measured itself: one
+that has a share of a processor looks fast while it has little to do, and a plan that believed it would give it nearly all.
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ from statistics import median
 
 from ..core.metrics import StageMetrics
 
-__all__ = ["Pace", "Slowness", "Watch", "judge"]
+__all__ = ["FASTEST", "SLOWEST", "Pace", "Slowness", "Watch", "judge"]
+
+SLOWEST, FASTEST = 0.25, 1.5
 
 _PERIOD_S = 20.0
 _LEAST_MICROBATCHES = 16
 _OFF = log(1.5)
+_SMALL = 0.5  # of the median stage
 _LEAST, _MOST = 0.02, 50.0
 
 
@@ -41,7 +48,11 @@ class Slowness:
 
 def judge(paces: Mapping[str, Pace]) -> list[Slowness]:
     """Who is off by more than half, relative to all."""
-    shares = {name: pace.planned_s / pace.measured_s for name, pace in paces.items() if pace.measured_s > 0}
+    if not paces:
+        return []
+    least_s = _SMALL * median(pace.planned_s for pace in paces.values())
+    telling = {name: pace for name, pace in paces.items() if pace.measured_s > 0 and pace.planned_s >= least_s}
+    shares = {name: pace.planned_s / pace.measured_s for name, pace in telling.items()}
     if len(shares) < 2:
         return []
     middle = median(shares.values())

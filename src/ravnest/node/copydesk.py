@@ -86,7 +86,7 @@ class CopyDesk:
                 raise LinkClosed(f"what {source.giver.name} had learnt cannot be had: {error}") from error
             return path
 
-        if not sources:
+        if not sources or not names:  # a stage without parameters has nothing to begin from
             return []
         with ThreadPoolExecutor(len(sources), thread_name_prefix="sources") as pool:  # those who give do not wait long
             return [path.result() for path in [pool.submit(get, i, source) for i, source in enumerate(sources)]]
