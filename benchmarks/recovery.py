@@ -109,6 +109,7 @@ def put_right(fleet: Fleet, victim: str, how: str) -> None:
     else:
         fleet.bed.restore(victim)
     fleet.goes_on(5, PATIENCE_S)
+    fleet.settle()
 
 
 def _leases(fleet: Fleet) -> tuple[int, int]:
@@ -151,6 +152,7 @@ def measure(
         try:
             fleet.join(*PCS)
             fleet.goes_on(20, PATIENCE_S)
+            fleet.settle()
             rates = Rates(fleet)
             for number, (name, how, target) in enumerate(kinds):
                 blow = strike(fleet, rates, how, steady_s)

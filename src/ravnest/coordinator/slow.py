@@ -6,8 +6,8 @@ All shares are taken relative to the median, for what slows everybody changes no
 is off by more than half, in two periods after one another: a PC that is busy for a moment is no reason to move. A stage
 that is small next to others shows what a message costs, not how fast its node is, and is passed over.
 
-However it looks, a node is taken to be at most `FASTEST` and at least `SLOWEST` times as fast as it measured itself: one
-that has a share of a processor looks fast while it has little to do, and a plan that believed it would give it nearly all.
+However it looks, a node is taken to be at most `FASTEST` and at least `SLOWEST` times as fast as it measured itself:
+with a share of a processor it looks fast while it has little to do, and a plan that believed it would overload it.
 """
 
 from __future__ import annotations
