@@ -29,8 +29,8 @@ HUB = "hub"
 STAGES, CLUSTERS = 3, 2
 PCS = tuple(f"pc{i}" for i in range(1, STAGES * CLUSTERS + 2))  # one more than work
 _PORT = 7700
-_LOOK_S, _SETTLE_S = 10.0
-_LOOK_SELDOM_S = 0.1, 0.5  # seldom where speeds are measured: to look takes a processor too
+_LOOK_S, _LOOK_SELDOM_S = 0.1, 0.5  # seldom where speeds are measured: to look takes a processor too
+_SETTLE_S = 10.0
 _STARTING_CPU = 0.6  # with the others at work there is as much left
 _TICKET = re.compile(r"rav1-[a-z0-9]+(?=\s)")
 _RAVNEST = (sys.executable, "-m", "ravnest")
