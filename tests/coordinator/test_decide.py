@@ -235,6 +235,11 @@ def test_a_node_without_a_place_is_looked_at_together_with_running_clusters() ->
     why = "nodes are faster or slower than they were taken to be"
     assert at(state, 6000.0, min_stages=3) == [Reconsider(("c1",), ("cellar",), why)]
     assert machines_of(state, ["barn"])[0].speed == pytest.approx(0.4 * state.nodes["barn"].profile.gflops)
+    apply(state, on.Considered(6001.0, ("cellar",), (), "no change is worth it"))
+    assert at(state, 9000.0, min_stages=3) == [], "once is enough"
+    apply(state, on.FleetPaced(9000.0, 0.1, "their stages show it"))
+    assert at(state, 9000.0, min_stages=3) == [Reconsider(("c1",), ("cellar",), why)]
+    assert machines_of(state, ["barn"])[0].speed == pytest.approx(0.04 * state.nodes["barn"].profile.gflops)
 
 
 def test_nothing_is_reconsidered_soon_after_a_plan_or_while_a_cluster_is_broken() -> None:

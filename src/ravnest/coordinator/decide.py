@@ -132,15 +132,15 @@ def machines_of(state: State, names: Iterable[str]) -> tuple[Machine, ...]:
 
     Nodes that the coordinator sees at one address are behind one router, or on one PC: a site, with its own network.
     """
-    return tuple(_machine(name, state.nodes[name]) for name in names)
+    return tuple(_machine(name, state.nodes[name], state.pace) for name in names)
 
 
-def _machine(name: str, node: NodeRecord) -> Machine:
+def _machine(name: str, node: NodeRecord, pace: float) -> Machine:
     has = node.profile
     return Machine(
         name=name,
         memory_bytes=has.memory_bytes,
-        speed=has.gflops * node.speed,
+        speed=has.gflops * node.speed * pace,
         up_bytes_per_s=has.up_bytes_per_s,
         down_bytes_per_s=has.down_bytes_per_s,
         latency_s=has.latency_s,
@@ -199,9 +199,9 @@ def _reconsider(state: State, now_s: float, wishes: Wishes, silent: Collection[s
     clusters = list(state.live_clusters())
     if not clusters or any(cluster.phase == "forming" for cluster in clusters):
         return None
-    if state.considered is None and any(node.speed != 1.0 for node in state.nodes.values()):
+    if state.is_off:
         reason = "nodes are faster or slower than they were taken to be"
-    elif len(free) > wishes.num_spares and not set(free) <= (state.considered or set()):
+    elif len(free) > wishes.num_spares and not set(free) <= state.considered:
         reason = f"{_list(free)} free"
     else:
         return None

@@ -11,9 +11,9 @@ import msgspec
 from ..core.control import Copy, NodeProfile, Whereabouts
 
 __all__ = [
-    "CallerRefused", "Cluster", "ClusterEnded", "Considered", "CopyKept", "Event", "Idle", "LeaseGranted",
-    "LeaseReturned", "LeaseSettled", "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed", "NodeConnected",
-    "NodeEnrolled", "NodeGone", "NodeKicked", "NodeLeaving", "NodeLetGo", "NodeLinked", "NodeMoved",
+    "CallerRefused", "Cluster", "ClusterEnded", "Considered", "CopyKept", "Event", "FleetPaced", "Idle",
+    "LeaseGranted", "LeaseReturned", "LeaseSettled", "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed",
+    "NodeConnected", "NodeEnrolled", "NodeGone", "NodeKicked", "NodeLeaving", "NodeLetGo", "NodeLinked", "NodeMoved",
     "NodeNotAveraged", "NodeReady", "NodeShifted", "NodeSlowed", "Noted", "PlanFailed", "PlanMade", "RingsLaid",
     "RoundClosed", "RoundCommitted", "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
 ]  # fmt: skip
@@ -44,7 +44,7 @@ class Cluster(_Record, frozen=True, kw_only=True):
     depths: tuple[int, ...]
     samples_per_s: float  # as planned
     reason: str
-    seconds: tuple[float, ...] = ()  # that each stage computes on a microbatch, as planned
+    seconds: tuple[float, ...] = ()  # that each stage computes on a microbatch, at the speed that its node measured
     begin: int = 0
     begins: str = ""  # from what, in words
     moving_s: float = 0.0  # that copies may take to get to its members
@@ -150,9 +150,16 @@ class NodeBlamed(_Event, frozen=True):
 
 
 class NodeSlowed(_Event, frozen=True):
-    """A node computes at this share of the speed that it measured, as its stage shows; 1 is as measured."""
+    """A node computes at this share of the speed that is to be expected of it, as its stage shows."""
 
     name: str
+    share: float
+    reason: str
+
+
+class FleetPaced(_Event, frozen=True):
+    """At this job, everybody computes at this share of the speed that they measured."""
+
     share: float
     reason: str
 
@@ -342,7 +349,7 @@ class LeaseReturned(_Event, frozen=True):
 Event = (
     RunBegun | RunEnded | Noted
     | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeLeaving
-    | NodeBlamed | NodeSlowed
+    | NodeBlamed | NodeSlowed | FleetPaced
     | CallerRefused
     | PlanMade | PlanFailed | LinkMade | NodeReady | NodeLetGo | CopyKept | ClusterEnded
     | Considered

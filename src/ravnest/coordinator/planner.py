@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,10 +14,10 @@ from ..core.errors import RavnestError
 from ..core.metrics import StageMetrics
 from .copies import Copies
 from .decide import MakePlan, Reconsider, Wishes, decide, machines_of
-from .events import Cluster, Considered, Event, NodeSlowed, PlanFailed, PlanMade
+from .events import Cluster, Considered, Event, FleetPaced, NodeSlowed, PlanFailed, PlanMade
 from .requester import Requester, StageFiles
 from .running import Made, Running
-from .slow import FASTEST, SLOWEST, Watch
+from .slow import FLEET, Watch
 from .sources import Beginning, find_beginning
 from .state import State
 
@@ -89,7 +89,8 @@ class Planner:
         try:
             machines = machines_of(state, nodes)
             planned = await asyncio.to_thread(office.requester.plan, machines, generation, tuple(state.broken))
-            made = [await self._make(cluster) for cluster in planned.clusters]
+            taken = {machine.name: machine.speed for machine in machines}
+            made = [await self._make(self._as_measured(cluster, taken)) for cluster in planned.clusters]
         except RavnestError as error:
             office.record(PlanFailed(office.now_s(), str(error), tuple(nodes)))
             return
@@ -102,6 +103,13 @@ class Planner:
         office.record(PlanMade(now_s, generation, clusters, planned.spares, planned.left_out, reason, now_s - began_s))
         for one in kept:
             office.running.found(one, office.copies.sources(one.cluster.members, one.beginning))
+
+    def _as_measured(self, cluster: Cluster, taken: Mapping[str, float]) -> Cluster:
+        """With the seconds that its stages would take at the speeds that its members measured."""
+        nodes = self._office.state.nodes
+        shares = [taken[name] / nodes[name].profile.gflops for name in cluster.members]
+        seconds = tuple(s * share for s, share in zip(cluster.seconds, shares, strict=False))  # () if nobody knows
+        return msgspec.structs.replace(cluster, seconds=seconds)
 
     async def _make(self, cluster: Cluster) -> Made:
         """Its files, and what it goes on from."""
@@ -146,8 +154,9 @@ class Planner:
         if self._task is not None and self._task.done():
             self._task.result()
         office, now_s = self._office, self._office.now_s()
-        for found in self._watch.look(office.running.members, now_s):
-            known = office.state.nodes[found.name].speed
-            speed = min(max(known * found.share, SLOWEST), FASTEST)
-            if speed != known:
-                office.record(NodeSlowed(now_s, found.name, speed, "its stage shows it, next to the others"))
+        known = {name: office.state.nodes[name].speed for name in office.running.members}
+        for found in self._watch.look({FLEET: office.state.pace} | known, now_s):
+            if found.name == FLEET:
+                office.record(FleetPaced(now_s, found.speed, "their stages show it"))
+            else:
+                office.record(NodeSlowed(now_s, found.name, found.speed, "its stage shows it, next to the others"))

@@ -57,7 +57,7 @@ class NodeRecord(_Record, kw_only=True):
     """A node that has connected in this coordinator's life. `why` is the reason of its present state.
 
     `letting_go_s` is when its cluster ended, until it has put down what its part had learnt. `speed` is the share of
-    what it measured that its stages showed it to have; `losses` counts how often it was lost.
+    what is to be expected of it that its stages showed it to have; `losses` counts how often it was lost.
     """
 
     profile: NodeProfile
@@ -230,8 +230,10 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     clusters: dict[str, ClusterRecord] = {}  # in order of forming; of those that ended, the last few
     cuts: dict[str, tuple[int, ...]] = {}  # of clusters of this run, for as long as somebody may keep a copy
     broken: list[str] = []  # clusters that were lost and that none has taken the place of
-    considered: set[str] | None = set()  # free nodes with which a better plan was looked for; None: look again
+    considered: set[str] = set()  # free nodes with which a better plan was looked for
     considered_s: float = 0.0
+    pace: float = 1.0  # of what nodes measured, what they all have at this job
+    is_off: bool = False  # speeds are not those of the last plan for all
     leases: Leases = msgspec.field(default_factory=Leases)
     counters: Counters = msgspec.field(default_factory=Counters)
     rings: RingsRecord | None = None

@@ -52,7 +52,7 @@ def _sentence(event: Event) -> str | None:
 
 _AboutNodes = (
     on.TokenIssued | on.NodeEnrolled | on.NodeKicked | on.NodeConnected | on.NodeGone | on.NodeLeaving | on.NodeBlamed
-    | on.NodeSlowed
+    | on.NodeSlowed | on.FleetPaced
     | on.CallerRefused
 )  # fmt: skip
 _AboutRounds = on.RingsLaid | on.RoundOpened | on.NodeNotAveraged | on.RoundCommitted | on.RoundClosed
@@ -78,7 +78,9 @@ def _about_nodes(event: _AboutNodes) -> str:
         case on.NodeBlamed(name=name, reason=reason):
             return f"{name} is left out of plans for a while: {reason}"
         case on.NodeSlowed(name=name, share=share, reason=reason):
-            return f"{name} computes at {share:.2g} of the speed that it measured: {reason}"
+            return f"{name} computes at {share:.2g} of the speed that is expected of it: {reason}"
+        case on.FleetPaced(share=share, reason=reason):
+            return f"all compute at {share:.2g} of the speeds that they measured: {reason}"
         case on.CallerRefused(address=address, reason=reason, count=count):
             return f"refused {address}{f' {count} times' if count > 1 else ''}: {reason}"
         case _:

@@ -1,63 +1,69 @@
-"""Whose stage shows that it is slower, or faster, than the plan took it to be: a pure judgement.
+"""How fast nodes show themselves to be, against what they measured when they came: a pure judgement.
 
-    share_i = planned seconds of a microbatch / measured seconds          speed_i <- speed_i * share_i / median(share)
+    share_i = seconds of a microbatch at the speed that node i measured / seconds that its stage took
+    pace    = median(share)                                              speed_i = share_i / pace
 
-All shares are taken relative to the median, for what slows everybody changes no plan. A node is spoken of only if it
-is off by more than half, in two periods after one another: a PC that is busy for a moment is no reason to move. A stage
-that is small next to others shows what a message costs, not how fast its node is, and is passed over.
+The pace is everybody's: a job may be harder or easier on them than what they measured themselves with. A speed is a
+node's own. Either is spoken of only if it is off from what is known by more than half, in two periods after one
+another: a PC that is busy for a moment is no reason to move. A stage that is small next to others shows what a message
+costs, not how fast its node is, and is passed over.
 
-However it looks, a node is taken to be at most `FASTEST` and at least `SLOWEST` times as fast as it measured itself:
-with a share of a processor it looks fast while it has little to do, and a plan that believed it would overload it.
+However it looks, a node is taken to be at most `_FASTEST` and at least `_SLOWEST` times as fast as the others make
+expect: with a share of a processor it looks fast while it has little to do, and a plan that believed it would overload
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log
 from statistics import median
 
 from ..core.metrics import StageMetrics
 
-__all__ = ["FASTEST", "SLOWEST", "Pace", "Slowness", "Watch", "judge"]
+__all__ = ["FLEET", "Shown", "StageTime", "Watch", "judge"]
 
-SLOWEST, FASTEST = 0.25, 1.5
+FLEET = ""  # whose speed is the pace
 
+_SLOWEST, _FASTEST = 0.25, 1.5
 _PERIOD_S = 20.0
 _LEAST_MICROBATCHES = 16
 _OFF = log(1.5)
 _SMALL = 0.5  # of the median stage
-_LEAST, _MOST = 0.02, 50.0
+_LEAST, _MOST = 0.01, 100.0
 
 
 @dataclass(frozen=True)
-class Pace:
-    """A node's seconds for a microbatch, as planned and as measured."""
+class StageTime:
+    """Seconds for a microbatch: at the speed that the node measured, and as its stage took them."""
 
-    planned_s: float
-    measured_s: float
+    expected_s: float
+    taken_s: float
 
 
 @dataclass(frozen=True)
-class Slowness:
-    """A node's speed is this share of what was planned with."""
+class Shown:
+    """The speed of a node, or of `FLEET`."""
 
     name: str
-    share: float
+    speed: float
 
 
-def judge(paces: Mapping[str, Pace]) -> list[Slowness]:
-    """Who is off by more than half, relative to all."""
-    if not paces:
+def judge(times: Mapping[str, StageTime], known: Mapping[str, float]) -> list[Shown]:
+    """Whose speed is off by more than half from what is `known`, which is of `FLEET` and of all these nodes."""
+    if not times:
         return []
-    least_s = _SMALL * median(pace.planned_s for pace in paces.values())
-    telling = {name: pace for name, pace in paces.items() if pace.measured_s > 0 and pace.planned_s >= least_s}
-    shares = {name: pace.planned_s / pace.measured_s for name, pace in telling.items()}
+    least_s = _SMALL * median(time.expected_s for time in times.values())
+    telling = {name: time for name, time in times.items() if time.taken_s > 0 and time.expected_s >= least_s}
+    shares = {name: min(max(time.expected_s / time.taken_s, _LEAST), _MOST) for name, time in telling.items()}
     if len(shares) < 2:
         return []
-    middle = median(shares.values())
-    relative = {name: min(max(share / middle, _LEAST), _MOST) for name, share in shares.items()}
-    return [Slowness(name, share) for name, share in relative.items() if abs(log(share)) > _OFF]
+    pace = median(shares.values())
+    speeds = {FLEET: pace} | {name: share / pace for name, share in shares.items()}
+    off = {name: speed for name, speed in speeds.items() if abs(log(speed / known[name])) > _OFF}
+    bounded = {name: speed if name == FLEET else min(max(speed, _SLOWEST), _FASTEST) for name, speed in off.items()}
+    return [Shown(name, speed) for name, speed in bounded.items() if speed != known[name]]
 
 
 class Watch:
@@ -65,33 +71,32 @@ class Watch:
 
     def __init__(self) -> None:
         self._began: dict[str, tuple[float, StageMetrics]] = {}
-        self._latest: dict[str, tuple[float, StageMetrics, float]] = {}
+        self._latest: dict[str, tuple[StageMetrics, float]] = {}
         self._before: set[tuple[str, bool]] = set()  # who was off in the last period, and which way
 
-    def heard(self, name: str, metrics: StageMetrics, planned_s: float, now_s: float) -> None:
+    def heard(self, name: str, metrics: StageMetrics, expected_s: float, now_s: float) -> None:
         began = self._began.get(name)
         if began is None or began[1].microbatches > metrics.microbatches:  # it is another part now
             self._began[name] = now_s, metrics
-        self._latest[name] = now_s, metrics, planned_s
+        self._latest[name] = metrics, expected_s
 
-    def look(self, here: Iterable[str], now_s: float) -> list[Slowness]:
-        """Who was off in this period and in the one before, when a period is over."""
-        present = set(here)
-        for gone in self._began.keys() - present:
+    def look(self, known: Mapping[str, float], now_s: float) -> list[Shown]:
+        """Who was off in this period and in the one before, when a period is over; `known` as for `judge`."""
+        for gone in self._began.keys() - known.keys():
             self._began.pop(gone)
             self._latest.pop(gone, None)
-        paces: dict[str, Pace] = {}
+        times: dict[str, StageTime] = {}
         for name, (began_s, before) in self._began.items():
-            _, after, planned_s = self._latest[name]
+            after, expected_s = self._latest[name]
             count = after.microbatches - before.microbatches
             if now_s < began_s + _PERIOD_S or count < _LEAST_MICROBATCHES:
                 return []  # everybody's period ends with the slowest's
             busy_s = (after.busy_s - after.step_s) - (before.busy_s - before.step_s)
-            paces[name] = Pace(planned_s, busy_s / count)
-        if not paces:
+            times[name] = StageTime(expected_s, busy_s / count)
+        if not times:
             return []
-        self._began = {name: (now_s, self._latest[name][1]) for name in self._began}
-        off = {(found.name, found.share < 1): found for found in judge(paces)}
+        self._began = {name: (now_s, self._latest[name][0]) for name in self._began}
+        off = {(found.name, found.speed < known[found.name]): found for found in judge(times, known)}
         again = [found for key, found in off.items() if key in self._before]
-        self._before = set(off) - {(found.name, found.share < 1) for found in again}
+        self._before = set(off) - {(found.name, found.speed < known[found.name]) for found in again}
         return again

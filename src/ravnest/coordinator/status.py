@@ -229,7 +229,7 @@ def _node(state: State, name: str, now_s: float, wishes: Wishes) -> NodeStatus:
             CopyStatus(kept.copy.cluster, kept.copy.stage, kept.copy.updates, max(now_s - kept.at_s, 0.0))
             for kept in node.copies
         ),
-        speed=node.speed,
+        speed=node.speed * state.pace,
         losses=node.losses,
     )
 
