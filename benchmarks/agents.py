@@ -40,6 +40,7 @@ class Agents:
         self._all: dict[str, Agent] = {}
         self._pace_s = 1.0
         self.clusters: dict[str, dict[int, Agent]] = {}
+        self._losses: dict[str, dict[int, tuple[float | None, ...]]] = {}  # by cluster, of the window under way
         self.lease_s: list[float] = []
         self.told_s = 0.0
         self.trouble: Counter[str] = Counter()
@@ -54,13 +55,14 @@ class Agents:
         self.lease_s.append(seconds)
 
     def acknowledged(self, part: Part, microbatch: int, *, is_last: bool) -> None:
-        """The last stage tells the loss of every microbatch, all stages tell of every window; but not in a hurry."""
+        """After every window the last stage tells its losses, and all of their update; but not in a hurry."""
         if not self._pace_s:
             return
-        members = self.clusters.get(part.cluster, {})
-        if (leaf := members.get(part.count - 1)) is not None:
-            leaf.report(Lost(microbatch, (1.0,)))
+        members, losses = self.clusters.get(part.cluster, {}), self._losses.setdefault(part.cluster, {})
+        losses[microbatch] = (1.0,)
         if is_last:
+            if (leaf := members.get(part.count - 1)) is not None:
+                leaf.report(Lost(self._losses.pop(part.cluster)))
             for member in members.values():
                 member.updated()
 

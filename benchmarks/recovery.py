@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery_fleet import CLUSTERS, PCS, Fleet, topology
+from benchmarks.recovery_fleet import PCS, Fleet, Hung, topology
 from benchmarks.recovery_job import BATCH, Task
 from benchmarks.report import Report, arguments
 from ravnest.testbed import Testbed
@@ -28,6 +28,7 @@ OPTIONS = ("--average-every", "64", "--steps", "1000000")
 STEADY_S, QUICK_S, CALM_S = 20.0, 8.0, 60.0  # that a speed is measured
 PATIENCE_S = 180.0
 TURNS = 3
+MOST_PLANS = 5
 WINDOW_S = 5.0
 CHURN_S = 30.0
 
@@ -75,11 +76,22 @@ class Rates:
         return start_s, time.monotonic()
 
 
+def calm(fleet: Fleet, rates: Rates, seconds: float) -> tuple[float, float]:
+    """From when to when both clusters trained, and nobody made other plans."""
+    for _ in range(MOST_PLANS):
+        fleet.wait_until(fleet.is_strong, PATIENCE_S, "full strength")
+        before = [cluster.id for cluster in fleet.clusters()]
+        found = rates.pause(seconds)
+        if [cluster.id for cluster in fleet.clusters()] == before:
+            return found
+    raise Hung(f"there were always other plans\n{fleet.said()[-4000:]}")
+
+
 def strike(fleet: Fleet, rates: Rates, how: str, steady_s: float) -> Blow:
     """To the middle of the first cluster."""
-    hit, other = fleet.clusters()[:CLUSTERS]
+    steady = calm(fleet, rates, steady_s)
+    hit, other = fleet.clusters()
     victim = hit.stages[1].name
-    steady = rates.pause(steady_s)
     leases = _leases(fleet)
     injector = fleet.strike(f"{how.format(victim)} at step {fleet.watch.look().steps + 1}")
     began_s = injector.begun[0][0]
@@ -99,7 +111,7 @@ def strike(fleet: Fleet, rates: Rates, how: str, steady_s: float) -> Blow:
 
     fleet.wait_until(is_fast, PATIENCE_S, f"full speed, which was {before:.3g} samples/s,", injector)
     full_s = time.monotonic() - WINDOW_S  # it has been so for as long
-    after = rates.between(*rates.pause(steady_s))
+    after = rates.between(*calm(fleet, rates, steady_s))
     now = _leases(fleet)
     return Blow(
         victim, detected_s - began_s, full_s - began_s, now[0] - leases[0], now[1] - leases[1], before, after,
@@ -124,7 +136,7 @@ def _leases(fleet: Fleet) -> tuple[int, int]:
 
 def churn(fleet: Fleet, rates: Rates, minutes: float, seed: int = 0) -> dict[str, Any]:
     """A random kill or join every half minute; at least one cluster's PCs are always there."""
-    before = rates.between(*rates.pause(CALM_S))
+    before = rates.between(*calm(fleet, rates, CALM_S))
     rng, gone, kills = random.Random(seed), list[str](), 0
     start_s = time.monotonic()
     longest_s = last_s = 0.0
@@ -148,7 +160,7 @@ def churn(fleet: Fleet, rates: Rates, minutes: float, seed: int = 0) -> dict[str
     fleet.join(*gone)
     fleet.goes_on(5, PATIENCE_S)
     fleet.settle()
-    after = rates.between(*rates.pause(CALM_S))
+    after = rates.between(*calm(fleet, rates, CALM_S))
     return {
         "minutes": minutes, "kills": kills, "samples/s before": before, "samples/s during": during,
         "samples/s after": after, "goodput": 2 * during / (before + after), "longest pause s": longest_s,

@@ -138,10 +138,10 @@ class Following:
         training = self.clusters[cluster]
         record = training.record
         match report:
-            case Lost(microbatch=microbatch, values=values):
-                if record.lost(microbatch, values) and self.bad is None:
-                    self.bad = cluster, microbatch // record.accumulate
-                    self._serving.soon(lambda c: c.running.end_after(cluster, microbatch // record.accumulate))
+            case Lost(values=values):
+                if record.lost(values) and record.bad_window is not None and self.bad is None:
+                    self.bad = bad = cluster, record.bad_window
+                    self._serving.soon(lambda c: c.running.end_after(*bad))
             case Updated(metrics=metrics):
                 if metrics.stage != stage:
                     raise FrameError(f"stage {stage} calls itself {metrics.stage}")

@@ -27,7 +27,7 @@ from .localwork import Work, assigns
 from .metricsfile import MetricsFile
 from .modelfile import gather, unused_tensors
 from .progress import Progress, Show
-from .record import Record, Values
+from .record import Record
 from .runtime.freight import Freight
 
 __all__ = ["LocalRun"]
@@ -157,8 +157,9 @@ class LocalRun:
                 self._acknowledged += 1
             case Reported(report=Ready(stage=stage)):
                 self._ready.add(stage)
-            case Reported(report=Lost(microbatch=microbatch, values=values)):
-                self._lost(microbatch, values)
+            case Reported(report=Lost(values=values)):
+                if self._record.lost(values) and (window := self._record.bad_window) is not None:
+                    self._crew.tell(EndAfter(window))
             case Reported(report=Updated(metrics=metrics)):
                 self._updated(metrics)
             case Reported(report=Evaluated(number=number, batch=batch, values=values)):
@@ -168,10 +169,6 @@ class LocalRun:
                     self._keeping.saved(stage, step, failure)
                 else:
                     self._saved.add(stage)
-
-    def _lost(self, microbatch: int, values: Values) -> None:
-        if self._record.lost(microbatch, values):
-            self._crew.tell(EndAfter(microbatch // self._accumulate))
 
     def _updated(self, metrics: StageMetrics) -> None:
         self.progress.stages[metrics.stage] = metrics
@@ -220,11 +217,12 @@ class LocalRun:
 
     def _finish(self, validate: Callable[[], Sequence[Any]] | None) -> None:
         """Let what was fed come to its end, evaluate, and gather the weights."""
-        end = self._fed // self._accumulate if self._record.bad is None else self._record.bad // self._accumulate
+        bad = self._record.bad_window
+        end = self._fed // self._accumulate if bad is None else bad
         self._crew.tell(EndAfter(end))
         self._until(lambda: self._record.bad is not None or self.progress.step >= end)
-        if self._record.bad is not None:
-            end = self._record.bad // self._accumulate
+        if (bad := self._record.bad_window) is not None:
+            end = bad
             self._until(lambda: all(self._record.updates_of(i) >= end for i in range(len(self.work.stages))))
         elif validate is not None and end:
             self._evaluate(validate(), step=end, fresh=True)

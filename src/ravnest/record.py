@@ -7,7 +7,7 @@ few may be missing after a connection broke; a window is through when every stag
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .core.errors import FrameError
@@ -81,16 +81,22 @@ class Record:
         """A microbatch is on its way; `share` is its part of its window."""
         self._windows.setdefault(microbatch // self.accumulate, _Window()).shares[microbatch] = share
 
-    def lost(self, microbatch: int, values: Values) -> bool:
-        """The loss of a microbatch; whether it is the first that is not finite."""
-        window = self._windows.get(microbatch // self.accumulate)
-        if window is None or microbatch not in window.shares or len(values) != len(self.labels):
-            raise FrameError(f"a loss of microbatch {microbatch} with {len(values)} values is not expected")
-        window.values[microbatch] = values
-        if values[0] is None and self.bad is None:
-            self.bad = microbatch
-            return True
-        return False
+    def lost(self, values: Mapping[int, Values]) -> bool:
+        """The losses of microbatches; whether the first that is not finite is among them."""
+        was_good = self.bad is None
+        for microbatch, found in values.items():
+            window = self._windows.get(microbatch // self.accumulate)
+            if window is None or microbatch not in window.shares or len(found) != len(self.labels):
+                raise FrameError(f"a loss of microbatch {microbatch} with {len(found)} values is not expected")
+            window.values[microbatch] = found
+            if found[0] is None and self.bad is None:
+                self.bad = microbatch
+        return was_good and self.bad is not None
+
+    @property
+    def bad_window(self) -> int | None:
+        """Of the first microbatch whose loss is not finite."""
+        return None if self.bad is None else self.bad // self.accumulate
 
     def updated(self, metrics: StageMetrics) -> Iterator[tuple[int, list[float]]]:
         """A stage's account; yields each window that is through by it, with what was reported in it."""

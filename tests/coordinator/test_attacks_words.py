@@ -39,7 +39,7 @@ def test_reports_of_another_generation_are_dropped(tmp_path: Path) -> None:
             ann, now = found.guests["ann"], found.guests["ann"].part.generation
             for generation in (now - 1, now + 1, 2**63):
                 await ann.say(Report(generation, Failed("a failure of another time")))
-                await ann.say(Report(generation, Lost(0, (1.0,))))
+                await ann.say(Report(generation, Lost({0: (1.0,)})))
             await all_heard(found, ann)
             assert not any("another time" in said for said in found.words)
             assert not found.giver.reports
@@ -67,7 +67,7 @@ def test_what_is_said_again_is_told_once(tmp_path: Path) -> None:
     ("said", "sentence"),
     [
         (HELLO, "said hello twice"),
-        (Report(1, Lost(0, (1.0,))), "comes from the last stage only"),
+        (Report(1, Lost({0: (1.0,)})), "comes from the last stage only"),
         (Report(1, Linked("mallory", "direct", "")), "it has a link to somebody who"),
         (Moved(Where((("not an address", 1),))), "does not appear to be an IPv4 or IPv6 address"),
         (Moved(Where((), ("127.0.0.1", 0))), "is not a port"),

@@ -15,7 +15,7 @@ def metrics(microbatches: int, busy_s: float) -> StageMetrics:
     return StageMetrics(microbatches=microbatches, busy_s=busy_s)
 
 
-def test_who_is_off_by_more_than_half_is_named_with_its_speed() -> None:
+def test_who_is_off_by_more_than_a_factor_of_two_is_named_with_its_speed() -> None:
     times = {"attic": StageTime(0.1, 0.1), "barn": StageTime(0.1, 0.3), "cellar": StageTime(0.2, 0.2)}
     (found,) = judge(times, AS_MEASURED)
     assert found.name == "barn"
@@ -39,6 +39,9 @@ def test_a_node_is_believed_to_be_so_much_slower_or_faster_and_no_more() -> None
     assert judge(times, AS_MEASURED | {"barn": 0.25}) == []
     quick = times | {"barn": StageTime(0.1, 0.001)}
     assert [found.speed for found in judge(quick, AS_MEASURED)] == [1.5]
+    waits = times | {"barn": StageTime(0.1, 0.001, waited=0.5)}
+    assert judge(waits, AS_MEASURED) == [], "who waits a lot has not shown what it can do"
+    assert [found.speed for found in judge(waits, AS_MEASURED | {"barn": 0.3})] == [1.0]
 
 
 def test_a_small_stage_says_nothing_of_its_node() -> None:

@@ -69,7 +69,7 @@ def test_a_line_for_each_change() -> None:
     speaker.say("measuring this PC")
     speaker.desired(PART, "there is work")
     for report in (
-        Linked("anna", "punched", "punched: dialled 192.0.2.1:7", "forward a port"), Ready(1), Lost(0, (1.0,)),
+        Linked("anna", "punched", "punched: dialled 192.0.2.1:7", "forward a port"), Ready(1), Lost({0: (1.0,)}),
     ):  # fmt: skip
         speaker.reported(Report(2, report))
     for updates in range(1, 26):

@@ -4,13 +4,13 @@
     pace    = median(share)                                              speed_i = share_i / pace
 
 The pace is everybody's: a job may be harder or easier on them than what they measured themselves with. A speed is a
-node's own. Either is spoken of only if it is off from what is known by more than half, in two periods after one
-another: a PC that is busy for a moment is no reason to move. A stage that is small next to others shows what a message
-costs, not how fast its node is, and is passed over.
+node's own. Either is spoken of only if it is off from what is known by more than a factor of two, in two periods after
+one another: a PC that is busy for a moment is no reason to move. A stage that is small next to others shows what a
+message costs, not how fast its node is, and is passed over.
 
-However it looks, a node is taken to be at most `_FASTEST` and at least `_SLOWEST` times as fast as the others make
-expect: with a share of a processor it looks fast while it has little to do, and a plan that believed it would overload
-it.
+However it looks, a node is taken to be at least `_SLOWEST` and at most `_FASTEST` times as fast as the others make
+expect; and not faster than those at all, unless it hardly ever waits. One that has but a share of a processor, or gets
+hot, looks fast while it has little to do, and a plan that believed it would overload it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import log
 from statistics import median
 
-from ..core.metrics import StageMetrics
+from ..core.metrics import StageMetrics, bubble
 
 __all__ = ["FLEET", "Shown", "StageTime", "Watch", "judge"]
 
@@ -29,8 +29,9 @@ FLEET = ""  # whose speed is the pace
 _SLOWEST, _FASTEST = 0.25, 1.5
 _PERIOD_S = 20.0
 _LEAST_MICROBATCHES = 16
-_OFF = log(1.5)
+_OFF = log(2)  # what messages cost may well look like half as much
 _SMALL = 0.5  # of the median stage
+_HARDLY_WAITS = 0.2  # of the time
 _LEAST, _MOST = 0.01, 100.0
 
 
@@ -40,6 +41,7 @@ class StageTime:
 
     expected_s: float
     taken_s: float
+    waited: float = 0.0  # of the time
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Shown:
 
 
 def judge(times: Mapping[str, StageTime], known: Mapping[str, float]) -> list[Shown]:
-    """Whose speed is off by more than half from what is `known`, which is of `FLEET` and of all these nodes."""
+    """Whose speed is off by more than a factor of two from what is `known` of `FLEET` and of all these nodes."""
     if not times:
         return []
     least_s = _SMALL * median(time.expected_s for time in times.values())
@@ -62,8 +64,12 @@ def judge(times: Mapping[str, StageTime], known: Mapping[str, float]) -> list[Sh
     pace = median(shares.values())
     speeds = {FLEET: pace} | {name: share / pace for name, share in shares.items()}
     off = {name: speed for name, speed in speeds.items() if abs(log(speed / known[name])) > _OFF}
-    bounded = {name: speed if name == FLEET else min(max(speed, _SLOWEST), _FASTEST) for name, speed in off.items()}
-    return [Shown(name, speed) for name, speed in bounded.items() if speed != known[name]]
+    shown = [Shown(name, speed if name == FLEET else _bounded(speed, times[name])) for name, speed in off.items()]
+    return [one for one in shown if one.speed != known[one.name]]
+
+
+def _bounded(speed: float, time: StageTime) -> float:
+    return min(max(speed, _SLOWEST), _FASTEST if time.waited <= _HARDLY_WAITS else 1.0)
 
 
 class Watch:
@@ -92,7 +98,7 @@ class Watch:
             if now_s < began_s + _PERIOD_S or count < _LEAST_MICROBATCHES:
                 return []  # everybody's period ends with the slowest's
             busy_s = (after.busy_s - after.step_s) - (before.busy_s - before.step_s)
-            times[name] = StageTime(expected_s, busy_s / count)
+            times[name] = StageTime(expected_s, busy_s / count, bubble(before, after))
         if not times:
             return []
         self._began = {name: (now_s, self._latest[name][0]) for name in self._began}

@@ -104,10 +104,9 @@ class Linked(_Message, frozen=True):
 
 
 class Lost(_Message, frozen=True):
-    """The loss of a microbatch, and what else the loss function reports."""
+    """The losses of microbatches, by their numbers, and what else the loss function reports of each."""
 
-    microbatch: int
-    values: tuple[float | None, ...]  # None for what is not finite
+    values: dict[int, tuple[float | None, ...]]  # None for what is not finite
 
 
 class Evaluated(_Message, frozen=True):

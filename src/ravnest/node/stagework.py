@@ -197,14 +197,22 @@ class StageWork:
 
 
 class _Observer:
-    """Tells what the loop did."""
+    """Tells what the loop did; of losses, those of a window together, unless one is not finite."""
 
     def __init__(self, tell: Tell, ports: tuple[Port | Wall, ...]) -> None:
         self._tell, self._ports = tell, ports
         self._process = psutil.Process()
+        self._losses: dict[int, tuple[float | None, ...]] = {}
 
     def loss(self, microbatch: int, values: list[float]) -> None:
-        self._tell(Lost(microbatch, _finite(values)))
+        self._losses[microbatch] = told = _finite(values)
+        if None in told:
+            self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        if self._losses:
+            self._tell(Lost(self._losses))
+            self._losses = {}
 
     def evaluation(self, number: int, batch: int, values: list[float]) -> None:
         self._tell(Evaluated(number, batch, _finite(values)))
@@ -215,6 +223,7 @@ class _Observer:
         metrics.received_bytes = sum(port.received_bytes for port in self._ports)
         metrics.memory_bytes = self._process.memory_info().rss
         metrics.peak_memory_bytes = max(peak_memory_bytes(), metrics.memory_bytes, metrics.peak_memory_bytes)
+        self._tell_losses()
         told = msgspec.structs.replace(metrics, staleness=dict(metrics.staleness))  # it goes on changing, this waits
         self._tell(Updated(told))
 
