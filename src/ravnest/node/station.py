@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from ..core.control import Give, Keep, Moved, Report, Tell, Whereabouts
 from ..core.errors import LinkError, RavnestError
@@ -108,6 +109,7 @@ class Station:
             self._tell(Opened(door.address[1]))
             self._moved(lookout.where)
             lookout.start()
+            _get_ready()
             while (run := self._todo.get()) is not None:
                 self._be(run)
             self._copies.close()
@@ -201,6 +203,11 @@ class Station:
     def _tell(self, said: msgspec.Struct) -> None:
         with contextlib.suppress(LinkError):  # an agent that is gone is noticed elsewhere
             self._pump.put(said, deadline_s=_TELL_S)
+
+
+def _get_ready() -> None:
+    """Have torch load what it loads when it first trains, a second's work: better now than when others wait for it."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 
 
 def main() -> None:
