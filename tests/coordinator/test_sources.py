@@ -95,6 +95,17 @@ def test_one_cluster_alone_keeps_copies_with_neighbours_and_two_do_not() -> None
     assert len(decide_copies(two, 20.0, CopyWishes(replicas=1), ())) == 2
 
 
+def test_while_a_cluster_may_be_back_soon_the_others_are_left_alone() -> None:
+    state = trains("attic", "barn")
+    trains("cellar", "den", at_s=11.0, generation=2, state=state)
+    apply(state, on.ClusterEnded(100.0, "c2", "a test", is_lost=True))
+    assert decide_copies(state, 109.9, CopyWishes(), ()) == []
+    assert {one.taker for one in decide_copies(state, 110.0, CopyWishes(), ())} == {"cellar", "den"}
+    apply(state, on.NodeGone(111.0, "cellar", "it left", polite=True))
+    apply(state, on.NodeGone(111.0, "den", "it left", polite=True))
+    assert len({one.taker for one in decide_copies(state, 111.0, CopyWishes(), ())} & {"attic", "barn"}) == 1
+
+
 def test_a_copy_is_made_anew_when_it_is_old_and_takes_little_of_the_line() -> None:
     state = trains("attic", "barn", "cellar", "den")
     wishes = CopyWishes(every_s=30.0)

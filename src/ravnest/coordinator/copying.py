@@ -1,8 +1,9 @@
 """Who should keep a copy of what whom: a pure decision.
 
-    a spare      keeps a copy of the least reliable member of a cluster, whose place it can then take at once
+    a spare      keeps a copy of the least reliable member of a cluster, whose place it can then take at once; who has
+                 become free just now is none yet
     a neighbour  the next member or members of the same cluster, if `replicas` are asked for, or (None) if no other
-                 cluster has the same parameters: then one
+                 cluster has the same parameters: then one, unless another has ended just now and may soon be back
 
 A copy is made anew when it is `every_s` old, or as old as twenty times what it took to get there, so that copies take
 little of a line. A node gives one copy at a time, and gets one.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from ..core.config import config, require
 from .records import ClusterRecord, State
@@ -20,6 +22,7 @@ __all__ = ["CopyWishes", "MakeCopy", "decide_copies"]
 
 _SHARE = 20.0
 _FIRST_S = 3.0
+_BACK_S = 10.0  # a cluster that has ended is usually back by then, and whoever is free has a part
 
 
 @config
@@ -47,7 +50,7 @@ def decide_copies(state: State, now_s: float, wishes: CopyWishes, busy: Collecti
     """Copies to be made now, at most one from and to each node; `busy` are nodes that give or get one already."""
     taken = set(busy)
     found: list[MakeCopy] = []
-    for wanted in (*_for_spares(state, now_s), *_for_neighbours(state, wishes)):
+    for wanted in (*_for_spares(state, now_s), *_for_neighbours(state, now_s, wishes)):
         if not {wanted.giver, wanted.taker} & taken and now_s >= _due_s(state, wanted, wishes):
             found.append(wanted)
             taken |= {wanted.giver, wanted.taker}
@@ -66,7 +69,8 @@ def _due_s(state: State, wanted: MakeCopy, wishes: CopyWishes) -> float:
 def _for_spares(state: State, now_s: float) -> Iterator[MakeCopy]:
     """Spares go to clusters in turn, each to the member that was lost most often, of those the one that came last."""
     clusters = list(state.training_clusters())
-    spares = [name for name in state.free_nodes(now_s) if clusters]
+    free = state.free_nodes(now_s) if clusters else []
+    spares = [name for name in free if now_s >= state.nodes[name].free_since_s + _BACK_S]
     covered: set[str] = set()
     for i, spare in enumerate(spares):
         cluster = clusters[i % len(clusters)]
@@ -77,9 +81,11 @@ def _for_spares(state: State, now_s: float) -> Iterator[MakeCopy]:
             yield _copy(cluster, weakest, spare, f"{spare} is the spare for {weakest}")
 
 
-def _for_neighbours(state: State, wishes: CopyWishes) -> Iterator[MakeCopy]:
+def _for_neighbours(state: State, now_s: float, wishes: CopyWishes) -> Iterator[MakeCopy]:
     clusters = list(state.training_clusters())
-    replicas = (1 if len(clusters) == 1 else 0) if wishes.replicas is None else wishes.replicas
+    ended_s = max((found.ended_s for found in state.clusters.values() if found.ended_s is not None), default=-inf)
+    is_alone = len(clusters) == 1 and now_s >= ended_s + _BACK_S
+    replicas = int(is_alone) if wishes.replicas is None else wishes.replicas
     for cluster in clusters:
         members = cluster.plan.members
         for stage, giver in enumerate(members):
