@@ -42,7 +42,7 @@ test-fast: setup
 
 # Every benchmark, one after the other; ARGS=--quick takes a few minutes.
 bench: setup
-	for name in graph pipeline staleness planner control wan; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+	for name in graph pipeline staleness planner control wan rings clusters recovery; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -30,7 +30,6 @@ STAGES, CLUSTERS = 3, 2
 PCS = tuple(f"pc{i}" for i in range(1, STAGES * CLUSTERS + 2))  # one more than work
 _PORT = 7700
 _LOOK_S, _LOOK_SELDOM_S = 0.1, 0.5  # seldom where speeds are measured: to look takes a processor too
-_SETTLE_S = 10.0
 _STARTING_CPU = 0.6  # with the others at work there is as much left
 _TICKET = re.compile(r"rav1-[a-z0-9]+(?=\s)")
 _RAVNEST = (sys.executable, "-m", "ravnest")
@@ -158,10 +157,10 @@ class Fleet:
         wanted = self.watch.look().steps + steps
         return seconds + self.wait_until(lambda: self.watch.look().steps >= wanted, within_s, "another step", injector)
 
-    def settle(self) -> None:
+    def settle(self, seconds: float) -> None:
         """Until nobody has more than its share of a processor any more, as those have who are just starting."""
         self.wait_until(lambda: not self._starting, 60, "everybody's share of a processor")
-        time.sleep(_SETTLE_S)
+        time.sleep(seconds)
 
     def strike(self, sentence: str) -> Injector:
         """Have a fault happen when its moment has come; it may end later, as long as somebody looks."""

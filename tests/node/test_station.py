@@ -89,7 +89,7 @@ def test_two_workers_train_what_they_were_fed_and_save_it(training: Pair, tmp_pa
     for number in range(30):
         feed(training.link, leaves, number)
         assert acknowledged(training.link) == number
-        losses.append(leaf.hear_report(Lost).values[0])
+        losses.append(leaf.hear_report(Lost).values[number][0])
     assert losses[-1] < losses[0] / 2  # type: ignore[operator]
     training.tell(EndAfter(30))
     while root.hear_report(Updated).metrics.updates < 30:
