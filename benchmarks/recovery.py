@@ -30,6 +30,7 @@ STEADY_S, QUICK_S, CALM_S = 20.0, 5.0, 60.0  # that a speed is measured
 PATIENCE_S = 180.0
 TURNS = 4
 MOST_PLANS = 5
+SETTLE_S = 8.0
 WINDOW_S = 5.0
 CHURN_S, MOST_GONE = 30.0, 2
 
@@ -132,7 +133,7 @@ def put_right(fleet: Fleet, victim: str, how: str) -> None:
     else:
         fleet.bed.restore(victim)
     fleet.goes_on(5, PATIENCE_S)
-    fleet.settle(STEADY_S / 2)
+    fleet.settle(SETTLE_S)
 
 
 def _leases(fleet: Fleet) -> tuple[int, int]:
@@ -165,7 +166,7 @@ def churn(fleet: Fleet, rates: Rates, minutes: float, seed: int = 0) -> dict[str
     returned, repeated = _leases(fleet)
     fleet.join(*gone)
     fleet.goes_on(5, PATIENCE_S)
-    fleet.settle(STEADY_S / 2)
+    fleet.settle(SETTLE_S)
     after = rates.between(*calm(fleet, rates, CALM_S))
     return {
         "minutes": minutes, "kills": kills, "samples/s before": before, "samples/s during": during,
@@ -199,7 +200,7 @@ def measure(
         try:
             fleet.join(*PCS)
             fleet.goes_on(5, PATIENCE_S)
-            fleet.settle(steady_s / 2)
+            fleet.settle(SETTLE_S)
             rates = Rates(fleet)
             for number, (name, how, target) in enumerate(kinds):
                 blows = list[Blow]()
