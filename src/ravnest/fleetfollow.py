@@ -139,8 +139,9 @@ class Following:
         record = training.record
         match report:
             case Lost(values=values):
-                if record.lost(values) and record.bad_window is not None and self.bad is None:
-                    self.bad = bad = cluster, record.bad_window
+                window = record.lost(values)
+                if window is not None and self.bad is None:
+                    self.bad = bad = cluster, window
                     self._serving.soon(lambda c: c.running.end_after(*bad))
             case Updated(metrics=metrics):
                 if metrics.stage != stage:

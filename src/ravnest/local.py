@@ -158,7 +158,7 @@ class LocalRun:
             case Reported(report=Ready(stage=stage)):
                 self._ready.add(stage)
             case Reported(report=Lost(values=values)):
-                if self._record.lost(values) and (window := self._record.bad_window) is not None:
+                if (window := self._record.lost(values)) is not None:
                     self._crew.tell(EndAfter(window))
             case Reported(report=Updated(metrics=metrics)):
                 self._updated(metrics)

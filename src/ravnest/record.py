@@ -81,8 +81,8 @@ class Record:
         """A microbatch is on its way; `share` is its part of its window."""
         self._windows.setdefault(microbatch // self.accumulate, _Window()).shares[microbatch] = share
 
-    def lost(self, values: Mapping[int, Values]) -> bool:
-        """The losses of microbatches; whether the first that is not finite is among them."""
+    def lost(self, values: Mapping[int, Values]) -> int | None:
+        """The losses of microbatches; the window of the first that is not finite, if that is among them."""
         was_good = self.bad is None
         for microbatch, found in values.items():
             window = self._windows.get(microbatch // self.accumulate)
@@ -91,7 +91,7 @@ class Record:
             window.values[microbatch] = found
             if found[0] is None and self.bad is None:
                 self.bad = microbatch
-        return was_good and self.bad is not None
+        return self.bad_window if was_good else None
 
     @property
     def bad_window(self) -> int | None:

@@ -199,7 +199,7 @@ def _reconsider(state: State, now_s: float, wishes: Wishes, silent: Collection[s
     clusters = list(state.live_clusters())
     if not clusters or any(cluster.phase == "forming" for cluster in clusters):
         return None
-    if state.is_off:
+    if state.has_new_speeds:
         reason = "nodes are faster or slower than they were taken to be"
     elif len(free) > wishes.num_spares and not set(free) <= state.considered:
         reason = f"{_list(free)} free"

@@ -233,7 +233,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     considered: set[str] = set()  # free nodes with which a better plan was looked for
     considered_s: float = 0.0
     pace: float = 1.0  # of what nodes measured, what they all have at this job
-    is_off: bool = False  # speeds are not those of the last plan for all
+    has_new_speeds: bool = False  # since a better plan was last looked for
     leases: Leases = msgspec.field(default_factory=Leases)
     counters: Counters = msgspec.field(default_factory=Counters)
     rings: RingsRecord | None = None

@@ -103,6 +103,6 @@ class Watch:
             return []
         self._began = {name: (now_s, self._latest[name][0]) for name in self._began}
         off = {(found.name, found.speed < known[found.name]): found for found in judge(times, known)}
-        again = [found for key, found in off.items() if key in self._before]
-        self._before = set(off) - {(found.name, found.speed < known[found.name]) for found in again}
-        return again
+        again = {key: found for key, found in off.items() if key in self._before}
+        self._before = off.keys() - again.keys()
+        return list(again.values())

@@ -82,9 +82,9 @@ def apply(state: State, event: Event) -> None:
                 state.nodes[name].leaving_s, state.nodes[name].why = at_s, reason
         case on.NodeSlowed(name=name, share=share):
             if name in state.nodes:
-                state.nodes[name].speed, state.is_off = share, True
+                state.nodes[name].speed, state.has_new_speeds = share, True
         case on.FleetPaced(share=share):
-            state.pace, state.is_off = share, True
+            state.pace, state.has_new_speeds = share, True
         case on.PlanMade():
             _plan(state, event)
         case on.PlanFailed(nodes=nodes, reason=reason):
@@ -102,7 +102,7 @@ def apply(state: State, event: Event) -> None:
         case on.ClusterEnded():
             _end(state, event)
         case on.Considered(at_s=at_s, nodes=nodes):
-            state.considered, state.considered_s, state.is_off = set(nodes), at_s, False
+            state.considered, state.considered_s, state.has_new_speeds = set(nodes), at_s, False
         case on.RingsLaid() | on.NodeLinked() | on.RoundOpened() | on.NodeAveraged() | on.NodeNotAveraged():
             apply_round(state, event)
         case on.NodeBegan() | on.RoundCommitted() | on.NodeShifted() | on.RoundClosed():
@@ -146,7 +146,7 @@ def _begin(state: State, event: on.RunBegun) -> None:
     state.rings, state.round, state.rounds_done, state.rounds_begun = None, None, 0, 0
     state.since, state.trained, state.averaged = {}, {}, set()
     state.cuts, state.broken, state.considered, state.considered_s = {}, [], set(), event.at_s
-    state.pace, state.is_off = 1.0, False
+    state.pace, state.has_new_speeds = 1.0, False
     for node in state.nodes.values():
         if node.cluster is not None:
             node.cluster, node.free_since_s = None, event.at_s
