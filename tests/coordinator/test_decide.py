@@ -36,6 +36,7 @@ wishes = st.builds(
     beat_s=st.sampled_from([1.0, 5.0, 100.0]),
     forming_s=st.sampled_from([5.0, 120.0]),
     blame_s=st.sampled_from([0.0, 20.0, 300.0]),
+    num_spares=st.integers(0, 2),
 )
 
 
@@ -71,6 +72,8 @@ def carry_out(state: State, decision: Decision, now_s: float) -> None:
             generation = state.generation + 1
             made = [cluster(1000 + generation, *nodes[:3], generation=generation)] if len(nodes) >= 3 else []
             apply(state, planned(now_s, *made, idle=nodes[3:] if made else nodes, generation=generation))
+        case Reconsider(nodes=nodes):
+            apply(state, on.Considered(now_s, nodes, (), "no change is worth it"))
 
 
 @settings(deadline=None)
@@ -240,6 +243,18 @@ def test_a_node_without_a_place_is_looked_at_together_with_running_clusters() ->
     apply(state, on.FleetPaced(9000.0, 0.1, "their stages show it"))
     assert at(state, 9000.0, min_stages=3) == [Reconsider(("c1",), ("cellar",), why)]
     assert machines_of(state, ["barn"])[0].speed == pytest.approx(0.04 * state.nodes["barn"].profile.gflops)
+
+
+def test_who_lacks_the_spares_that_were_asked_for_looks_for_some_once() -> None:
+    state = trained(on.Considered(100.0, (), (), "it was not worth it"), planned(110.0, generation=2))
+    why = "2 spares are asked for, and 0 there"
+    assert at(state, 169.9, min_stages=1, num_spares=2) == []
+    assert at(state, 170.0, min_stages=1, num_spares=2) == [Reconsider(("c1",), (), why)]
+    assert at(state, 170.0, min_stages=2, num_spares=2) == [], "no cluster can do without a member"
+    apply(state, on.Considered(170.0, (), (), "the model would not fit"))
+    assert at(state, 999.0, min_stages=1, num_spares=2) == []
+    apply(state, on.Considered(1000.0, ("cellar", "den"), (), "they had come"))
+    assert at(state, 2000.0, min_stages=1, num_spares=2) == [Reconsider(("c1",), (), why)], "they have left"
 
 
 def test_nothing_is_reconsidered_soon_after_a_plan_or_while_a_cluster_is_broken() -> None:

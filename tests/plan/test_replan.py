@@ -110,6 +110,24 @@ def test_a_spare_takes_the_place_of_the_lost() -> None:
     assert change.gain == pytest.approx(1.0)
 
 
+def test_a_large_cluster_gives_a_spare_that_was_asked_for() -> None:
+    seven = [*SIX, machine("loft", speed=0.5)]
+    task = replace(task_of(seven), min_stages=3, num_spares=1)
+    rows_of = [["attic", "barn", "cellar"], ["den", "eaves", "flat", "loft"]]
+    clusters = tuple(plan_row(task, row) for row in rows_of)
+    running = FleetPlan(clusters, (), (), sum(c.samples_per_s for c in clusters), "")
+    change = replan(task, running, anew=None)
+    assert [c.members for c in change.plan.clusters] == [("attic", "barn", "cellar"), ("den", "eaves", "flat")]
+    assert [spare.name for spare in change.plan.spares] == ["loft"], "it costs least"
+    assert change.reason.startswith("hold loft back")
+    assert replan(task, change.plan, anew=None).plan.clusters == change.plan.clusters, "once is enough"
+
+    after = replace(without(task, "attic"), min_stages=3, num_spares=1)
+    assert replan(after, change.plan, anew=None).plan.spares == (), "a loss is what spares are for"
+    smallest = replace(task, min_stages=4)
+    assert len(replan(smallest, running, anew=None).plan.clusters[1].members) == 4
+
+
 def test_survivors_share_the_work_if_there_is_no_spare() -> None:
     task = task_of(SIX)
     change = replan(without(task, "eaves"), in_rows(task), anew=None)

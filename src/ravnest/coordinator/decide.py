@@ -199,13 +199,22 @@ def _reconsider(state: State, now_s: float, wishes: Wishes, silent: Collection[s
     clusters = list(state.live_clusters())
     if not clusters or any(cluster.phase == "forming" for cluster in clusters):
         return None
-    if state.has_new_speeds:
-        reason = "nodes are faster or slower than they were taken to be"
-    elif len(free) > wishes.num_spares and not set(free) <= state.considered:
-        reason = f"{_list(free)} free"
-    else:
+    reason = _why_reconsider(state, clusters, free, wishes)
+    if not reason:
         return None
     return Reconsider(tuple(cluster.plan.id for cluster in clusters[-_MOST_CHANGED:]), tuple(free), reason)
+
+
+def _why_reconsider(state: State, clusters: Collection[ClusterRecord], free: Collection[str], wishes: Wishes) -> str:
+    known = state.considered
+    if state.has_new_speeds:
+        return "nodes are faster or slower than they were taken to be"
+    if len(free) > wishes.num_spares and not set(free) <= (known or set()):
+        return f"{_list(free)} free"
+    is_large = any(len(cluster.plan.members) > wishes.min_stages for cluster in clusters)
+    if len(free) < wishes.num_spares and is_large and (known is None or len(known) > len(free)):
+        return f"{wishes.num_spares} spares are asked for, and {len(free)} there"
+    return ""
 
 
 def _reconsider_s(state: State, free: Iterable[str], wishes: Wishes) -> float:

@@ -230,7 +230,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     clusters: dict[str, ClusterRecord] = {}  # in order of forming; of those that ended, the last few
     cuts: dict[str, tuple[int, ...]] = {}  # of clusters of this run, for as long as somebody may keep a copy
     broken: list[str] = []  # clusters that were lost and that none has taken the place of
-    considered: set[str] = set()  # free nodes with which a better plan was looked for
+    considered: set[str] | None = None  # free nodes with which a better plan was looked for since the last one
     considered_s: float = 0.0
     pace: float = 1.0  # of what nodes measured, what they all have at this job
     has_new_speeds: bool = False  # since a better plan was last looked for

@@ -145,7 +145,7 @@ def _begin(state: State, event: on.RunBegun) -> None:
     state.hopeless, state.clusters, state.leases = set(), {}, Leases(next_new=event.first)
     state.rings, state.round, state.rounds_done, state.rounds_begun = None, None, 0, 0
     state.since, state.trained, state.averaged = {}, {}, set()
-    state.cuts, state.broken, state.considered, state.considered_s = {}, [], set(), event.at_s
+    state.cuts, state.broken, state.considered, state.considered_s = {}, [], None, event.at_s
     state.pace, state.has_new_speeds = 1.0, False
     for node in state.nodes.values():
         if node.cluster is not None:
@@ -237,7 +237,7 @@ def _lose(state: State, event: on.NodeGone) -> None:
 
 def _plan(state: State, event: on.PlanMade) -> None:
     state.generation = max(state.generation, event.generation)
-    state.considered, state.considered_s = set(), event.at_s
+    state.considered, state.considered_s = None, event.at_s
     state.counters.plans_made += 1
     for cluster in event.clusters:
         state.clusters[cluster.id] = ClusterRecord(plan=cluster, formed_s=event.at_s, why=cluster.reason)

@@ -7,6 +7,9 @@ From what disturbs least to what disturbs most, each taken only if it is worth m
 3. besides the clusters that can go on, form clusters of all machines that have nothing to do;
 4. form everything anew.
 
+If nobody is lost, and fewer machines are to spare than were asked for, clusters that have more members than they must
+have give some up. (Right after a loss is no time for it: spares are there to be used.)
+
 A plan is worth the samples it gives until the horizon, less what is lost while parameters move (`moves`). Of two plans,
 clusters that are in both cancel out, and of the others the new ones must be worth more by `hysteresis`:
 
@@ -66,6 +69,7 @@ def replan(
         best = now.better(now.formed(anew, must=not best.plan.clusters), best)
     if not best.plan.clusters:
         raise PlanError("no cluster can go on, and none can be mended: plan anew")
+    best = best if any(now.lost) else now.held_back(best)
     reason = best.plan.reason or f"keep: no change is worth more than {hysteresis:.0%}"
     old = as_it_is.plan.samples_per_s
     gain = best.plan.samples_per_s / old - 1 if old else inf
@@ -182,6 +186,27 @@ class _Now:
         cost = f"{format_bytes(moved.num_bytes)} move in {moved.longest_s:.3g} s"
         reason = f"form anew: {plan.samples_per_s:.3g} samples/s, {cost}; {plan.reason}"
         return _Draft(replace(plan, reason=reason), moved)
+
+    def held_back(self, draft: _Draft) -> _Draft:
+        """With the spares that were asked for, as far as clusters can do without a member."""
+        clusters, notes = list(draft.plan.clusters), list(filter(None, [draft.plan.reason]))
+        while len(self.task.fleet.machines) - sum(len(c.members) for c in clusters) < self.task.num_spares:
+            fewer = [
+                (found.samples_per_s - cluster.samples_per_s, number, name, found)
+                for number, cluster in enumerate(clusters)
+                for name in cluster.members
+                if (found := self._without(cluster, name)) is not None
+            ]
+            if not fewer:
+                break
+            _, number, name, found = max(fewer, key=lambda option: option[:3])
+            notes.append(f"hold {name} back: {found.samples_per_s:.3g} instead of {clusters[number].samples_per_s:.3g}")
+            clusters[number] = found
+        return draft if tuple(clusters) == draft.plan.clusters else self._plan(clusters, notes, draft.plan)
+
+    def _without(self, cluster: ClusterPlan, name: str) -> ClusterPlan | None:
+        left = [other for other in cluster.members if other != name]
+        return try_row(self.task, left) if len(left) >= max(1, self.task.min_stages) else None
 
     def _plan(self, clusters: list[ClusterPlan], notes: list[str], formed: FleetPlan | None = None) -> _Draft:
         """A plan of these clusters; the others are idle as in the plan that formed some, or as they were."""
