@@ -20,7 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _patience_s(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
-    return float(marker.args[0]) if marker is not None and marker.args[0] > 100 else 0.0
+    if marker is not None and marker.args[0] > 100:
+        return float(marker.args[0])
+    return 1.0 if item.get_closest_marker("slow") is not None else 0.0
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ def _befall(fleet: Fleet, cell: Cell, number: int) -> None:
     if cell.how == "kill" and cell.who == "coordinator":
         fleet.coordinator.wait(10)
         fleet.start_coordinator("--resume", str(fleet.run))
+        fleet.wait_until(lambda: "the run goes on" in fleet.said(), PATIENCE_S, "the run's going on")
     elif cell.how == "kill":
         fleet.agents[host].wait(10)
         fleet.join(host)
