@@ -266,6 +266,38 @@ def test_nothing_is_reconsidered_soon_after_a_plan_or_while_a_cluster_is_broken(
     assert not any(isinstance(d, Reconsider) for d in at(state, 57.0, min_stages=3))
 
 
+def lost(at_s: float, found: str, name: str) -> tuple[Event, Event]:
+    return on.NodeGone(at_s, name, "its plug was pulled", polite=False), on.ClusterEnded(at_s, found, "", is_lost=True)
+
+
+def test_who_is_left_of_a_cluster_is_looked_at_with_the_others_when_nobody_has_come_back() -> None:
+    ready = [on.NodeReady(52.0, "c2", name) for name in ("cellar", "den")]
+    two_clusters = (connected(45.0, "cellar"), connected(45.0, "den"), planned(50.0, cluster(2, "cellar", "den")))
+    state = trained(*two_clusters, *ready, *lost(500.0, "c2", "den"))
+    assert at(state, 559.9) == []
+    assert at(state, 560.0) == [Reconsider(("c1",), ("cellar",), "cellar is free")]
+    apply(state, connected(530.0, "den"))
+    assert at(state, 560.0) == [MakePlan(("cellar", "den"), "cluster c2 broke")]
+    apply(state, planned(561.0, cluster(3, "cellar", "den", generation=3), generation=3))
+    assert state.broken == [], "whatever the plan says of it: nobody is left to mend"
+
+
+def test_when_all_clusters_broke_at_once_all_are_waited_for_a_moment() -> None:
+    ready = [on.NodeReady(52.0, "c2", name) for name in ("cellar", "den")]
+    two_clusters = (connected(45.0, "cellar"), connected(45.0, "den"), planned(50.0, cluster(2, "cellar", "den")))
+    state = trained(*two_clusters, *ready, *lost(500.0, "c1", "barn"), *lost(500.0, "c2", "den"))
+    for name in ("attic", "cellar"):
+        apply(state, on.NodeLetGo(500.5, name, 1))
+    apply(state, connected(501.0, "barn"))
+    assert at(state, 503.9) == []
+    apply(state, connected(503.0, "den"))
+    assert at(state, 505.9) == []
+    assert at(state, 506.0) == [MakePlan(("attic", "barn", "cellar", "den"), "cluster c1 and c2 broke")]
+    for at_s in range(504, 513):
+        apply(state, connected(float(at_s), "barn"))
+    assert len(at(state, 512.0)) == 1, "not for ever"
+
+
 def test_survivors_of_a_cluster_are_planned_at_once() -> None:
     state = state_of([BEGIN, *(connected(1.0, name) for name in ("attic", "barn", "cellar"))])
     apply(state, planned(40.0, cluster(1, "attic", "barn", "cellar")))

@@ -275,3 +275,17 @@ def _happen(world: World, kind: int, choice: int) -> None:
             world.fail(name, other)
         else:
             world.average(name, digest=7 if choice % 17 else choice)
+
+
+def test_rings_whose_members_do_not_all_find_each_other_are_laid_anew() -> None:
+    world = World([2, 2])
+    world.decide()
+    rings = world.state.rings
+    assert rings is not None
+    rings.ready.discard("n0-1")
+    world.now_s = 59.9
+    assert world.decide() == []
+    world.now_s = 60.0
+    (again,) = world.decide()
+    assert again == LayNewRings(("c0", "c1"), "n0-1 had not all links after 60 s")
+    assert world.decide() == []

@@ -11,7 +11,7 @@ from ravnest.coordinator.decide import Wishes
 from ravnest.coordinator.journal import replay
 from ravnest.coordinator.service import Service, ServiceConfig
 from ravnest.serving import Serving
-from tests.coordinator.attacks import Giver, house, run
+from tests.coordinator.attacks import Giver, at_work, house, run
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -23,6 +23,23 @@ def test_who_breaks_off_and_is_silent_is_lost(beat_s: float, tmp_path: Path) -> 
             async with await found.guest("ann"):
                 await found.says("ann connected")
             await found.says("ann", f"not heard for 3 beats of {beat_s:g} s")
+
+    run(test())
+
+
+def test_every_cluster_has_its_turn_where_data_are_scarce(tmp_path: Path) -> None:
+    """Each would train more than there is: else the first to be asked would have all of it."""
+
+    async def test() -> None:
+        async with at_work(tmp_path, ("ann", "bob", "cid", "dot")) as found:
+            state = found.coordinator.state
+            await found.until(lambda: len(state.training_clusters()) == 2, "two clusters train")
+            clusters = [cluster.plan.id for cluster in state.training_clusters()]
+            before = [state.leases.of(cluster).settled for cluster in clusters]
+            for _ in range(10):
+                await found.trains(1)
+            more = [state.leases.of(c).settled - count for c, count in zip(clusters, before, strict=True)]
+            assert more == [5, 5]
 
     run(test())
 

@@ -42,9 +42,11 @@ class Fleet:
     def __init__(self, seed: int) -> None:
         self.seed, self.world, self.ledger = seed, World(seed), Ledger()
         self.loop, rng = self.world.loop, self.world.rng
-        self.nodes = {name: Node(self, name) for name in NAMES[: rng.randint(3, len(NAMES))]}
-        self.action_s = rng.choice((0.1, 0.3))
         self._min_stages = rng.choice((1, 2, 2, 3))
+        most = len(NAMES) if self._min_stages > 1 else 6  # in larger rings not everybody has a line to everybody
+        self.nodes = {name: Node(self, name) for name in NAMES[: rng.randint(3, most)]}
+        self.action_s = rng.choice((0.1, 0.3))
+        self._rest_s, self._num_spares = rng.choice((5.0, 60.0)), rng.choice((0, 1))
         self.requester = Wanted(rng, steps=rng.choice((30, 60)), min_stages=self._min_stages)
         self.is_down = self.is_ending = False
         self.journal = Journal()
@@ -57,7 +59,10 @@ class Fleet:
             self.loop.close()
 
     def _wishes(self) -> Wishes:
-        return Wishes(min_nodes=self._min_stages, min_stages=self._min_stages, wait_s=1.0, forming_s=20.0, blame_s=20.0)
+        return Wishes(
+            min_nodes=self._min_stages, min_stages=self._min_stages, wait_s=1.0, forming_s=20.0, blame_s=20.0,
+            rest_s=self._rest_s, num_spares=self._num_spares,
+        )  # fmt: skip
 
     async def _run(self) -> None:
         self._failed: asyncio.Future[None] = self.loop.create_future()
@@ -108,6 +113,8 @@ class Fleet:
             task.cancel()
         for one in self.nodes.values():
             one.coordinator_died()
+        for live in self.coordinator.running.clusters.values():
+            live.close()  # also towards those who stand still, and do not see it yet
         self.loop.call_later(self._again_s(), self._take_up)
 
     def _take_up(self) -> None:

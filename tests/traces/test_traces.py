@@ -32,7 +32,15 @@ def test_traces_have_something_in_them() -> None:
     for fleet in fleets:
         fleet.run()
     happened = sum((fleet.ledger.kinds for fleet in fleets), start=type(fleets[0].ledger.kinds)())
-    for kind in ("LeaseReturned", "NodeBlamed", "NodeNotAveraged", "RoundCommitted", "CopyKept", "NodeGone"):
+    for kind in (
+        "LeaseReturned",
+        "NodeBlamed",
+        "NodeNotAveraged",
+        "RoundCommitted",
+        "CopyKept",
+        "NodeGone",
+        "Considered",
+    ):
         assert happened[kind] >= 2, (kind, happened)
 
 

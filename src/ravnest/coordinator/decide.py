@@ -31,6 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MISSED_BEATS = 3
+_BACK_S = 3.0  # that nobody else has come for, when all clusters broke at once
 _LEAVE_S = 60.0  # that a node which leaves may be kept, for others to take over what it has learnt
 _MOST_CHANGED = 4  # clusters that are looked at together
 
@@ -192,9 +193,11 @@ def _plan(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -
 
 
 def _reconsider(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> Reconsider | None:
-    """Not while a cluster is forming or broken, and not often: every change costs its cluster a moment."""
+    """Not while a cluster is forming or about to be, and not often: every change costs its cluster a moment."""
     free = _free(state, now_s, wishes, silent)
-    if not state.run or state.ended is not None or state.broken or now_s < _reconsider_s(state, free, wishes):
+    if not state.run or state.ended is not None or now_s < _reconsider_s(state, free, wishes):
+        return None
+    if _due(state, free, wishes) is not None:
         return None
     clusters = list(state.live_clusters())
     if not clusters or any(cluster.phase == "forming" for cluster in clusters):
@@ -218,9 +221,9 @@ def _why_reconsider(state: State, clusters: Collection[ClusterRecord], free: Col
 
 
 def _reconsider_s(state: State, free: Iterable[str], wishes: Wishes) -> float:
-    """Not before it is quiet, either: who comes is often one of several."""
+    """Not before it is quiet, either: who comes is often one of several, and who was lost may well come back."""
     came_s = max((state.nodes[name].connected_s for name in free), default=-inf)
-    return max(state.considered_s + wishes.rest_s, came_s + wishes.wait_s)
+    return max(max((state.considered_s, *_broke_s(state))) + wishes.rest_s, came_s + wishes.wait_s)
 
 
 def _free(state: State, now_s: float, wishes: Wishes, silent: Collection[str]) -> list[str]:
@@ -240,14 +243,30 @@ def _due(state: State, free: list[str], wishes: Wishes) -> tuple[float, str] | N
     since_s = sorted(_free_since_s(state.nodes[name], wishes) for name in free)
     broken = [cluster for cluster in state.broken if _members(state, cluster) & set(fresh)]
     if broken:
-        return max((since_s[needed - 1], *_letting_go_s(state))), f"cluster {' and '.join(broken)} broke"
+        soon_s = max((since_s[needed - 1], *_letting_go_s(state)))
+        if len(broken) > 1 and not any(state.live_clusters()):  # by our own line or restart: all will come back
+            wait_s = min(wishes.wait_s, _BACK_S)
+            soon_s = max(soon_s, min(_quiet_s(state, free, wait_s), soon_s + wishes.max_wait * wait_s))
+        return soon_s, f"cluster {' and '.join(broken)} broke"
     enough_s = max(since_s[needed - 1], min(_free_since_s(state.nodes[name], wishes) for name in fresh))
-    quiet_s = max(max(state.nodes[name].connected_s for name in free) + wishes.wait_s, enough_s)
+    quiet_s = max(_quiet_s(state, free, wishes.wait_s), enough_s)
     patience_s = enough_s + wishes.max_wait * wishes.wait_s
     who = f"{len(free)} nodes are free" if len(free) > 1 else "a node is free"
     if quiet_s <= patience_s:
         return quiet_s, f"{who}, and nobody came for {wishes.wait_s:g} s"
     return patience_s, f"{who}, and have waited for {wishes.max_wait * wishes.wait_s:g} s"
+
+
+def _quiet_s(state: State, free: Iterable[str], wait_s: float) -> float:
+    """When nobody will have come for so long."""
+    return max(state.nodes[name].connected_s for name in free) + wait_s
+
+
+def _broke_s(state: State) -> Iterator[float]:
+    """When clusters broke that none has taken the place of."""
+    for cluster in state.broken:
+        if (found := state.clusters.get(cluster)) is not None and found.ended_s is not None:
+            yield found.ended_s
 
 
 def _letting_go_s(state: State) -> Iterator[float]:

@@ -142,6 +142,7 @@ class RingsRecord(_Record):
     clusters: tuple[str, ...]
     rings: tuple[tuple[str, ...], ...]
     ready: set[str] = set()
+    laid_s: float = 0.0
 
     @property
     def members(self) -> set[str]:

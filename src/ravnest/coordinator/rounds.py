@@ -1,6 +1,7 @@
 """Averaging rounds, as what is known of them and what to do next: pure, like all of the coordinator's decisions.
 
-    lay rings     when other clusters train than those that have rings, or an attempt failed, and no round is under way
+    lay rings     when other clusters train than those that have rings, or an attempt failed, or some of them have not
+                  all their links after a minute; never while a round is under way
     open a round  when the clusters with rings have trained `average_every` samples since the last, on average
     commit        when every member has its averages, and those of a ring agree
     try again     among those that are left, from the same snapshots, when one is lost or does not answer
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _MOST_ATTEMPTS = 4
+_LINK_S = 60.0  # a link that breaks while others are still to come may be missed by one of its ends
 _FINISH = 10  # times the grace that an attempt may take once all have begun
 
 
@@ -98,7 +100,7 @@ def apply_round(state: State, event: _RoundEvent) -> None:
     match event:
         case on.RingsLaid(generation=generation, clusters=clusters, rings=laid):
             state.generation = max(state.generation, generation)
-            state.rings = RingsRecord(generation, clusters, laid)
+            state.rings = RingsRecord(generation, clusters, laid, laid_s=event.at_s)
         case on.NodeLinked(name=name, generation=generation):
             if rings is not None and rings.generation == generation:
                 rings.ready.add(name)
@@ -146,12 +148,12 @@ def decide_round(state: State, now_s: float, wishes: AveragingWishes, *, is_last
         return []
     training = [cluster.plan.id for cluster in state.training_clusters()]
     if state.round is None:
-        return list(_between_rounds(state, training, wishes, is_last=is_last))
+        return list(_between_rounds(state, training, now_s, wishes, is_last=is_last))
     return list(_in_round(state, state.round, training, now_s, wishes))
 
 
 def _between_rounds(
-    state: State, training: list[str], wishes: AveragingWishes, *, is_last: bool
+    state: State, training: list[str], now_s: float, wishes: AveragingWishes, *, is_last: bool
 ) -> Iterator[RoundDecision]:
     rings = state.rings
     if len(training) < 2:
@@ -160,6 +162,9 @@ def _between_rounds(
         yield LayNewRings(tuple(training), f"{len(training)} clusters train now")
         return
     if not rings.ready >= rings.members:
+        if now_s >= rings.laid_s + _LINK_S:
+            late = " and ".join(sorted(rings.members - rings.ready))
+            yield LayNewRings(tuple(training), f"{late} had not all links after {_LINK_S:g} s")
         return
     warm = warm_clusters(state, training)
     samples = sum(state.since.get(cluster, 0) for cluster in warm)

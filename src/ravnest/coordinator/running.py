@@ -60,7 +60,7 @@ class Running:
 
     def __init__(self, office: _Office) -> None:
         self._office = office
-        self.clusters: dict[str, LiveCluster] = {}
+        self.clusters: dict[str, LiveCluster] = {}  # who was last given something to train comes last
         self.is_ending = False
         self._member_of: dict[str, LiveCluster] = {}
 
@@ -166,7 +166,7 @@ class Running:
     # leases
 
     def more(self) -> None:
-        """There may be something to lease."""
+        """There may be something to lease: where data are scarce, everybody in turn."""
         for live in list(self.clusters.values()):
             live.pump()
 
@@ -179,6 +179,7 @@ class Running:
         samples = sum(piece.samples for piece in pieces if piece.share)
         office.record(LeaseGranted(office.now_s(), live.id, batch, samples))
         office.requester.fed(live.id, live.feeder.windows, batch, pieces)
+        self.clusters[live.id] = self.clusters.pop(live.id)
         return batch, pieces
 
     def _settle(self, live: LiveCluster, batch: int, samples: int) -> None:

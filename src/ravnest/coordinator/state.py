@@ -250,7 +250,14 @@ def _plan(state: State, event: on.PlanMade) -> None:
             node = state.nodes[name]
             assert node.cluster is None, f"{name} is planned twice: {node.cluster} and {cluster.id}"
             node.cluster, node.why = cluster.id, cluster.reason
+    state.broken = [cluster for cluster in state.broken if _has_free_members(state, cluster)]
     _leave_idle(state, {idle.name: idle.reason for idle in (*event.spares, *event.left_out)})
+
+
+def _has_free_members(state: State, cluster: str) -> bool:
+    found = state.clusters.get(cluster)
+    members = (state.nodes[name] for name in found.plan.members) if found is not None else ()
+    return any(node.is_present and node.cluster is None for node in members)
 
 
 def _leave_idle(state: State, why: dict[str, str]) -> None:
