@@ -104,15 +104,16 @@ class Fleet:
     def _keep_looking(self) -> None:
         """In a thread that has gone into the coordinator's network: its status, again and again."""
         enter_network(self.bed.hosts[HUB].network)
-        while not self._ending.wait(_LOOK_S if self._cpu is None else _LOOK_SELDOM_S):
-            try:
-                self.status = asyncio.run(self._get())
-            except (RavnestError, OSError, ValueError, TimeoutError):
-                continue  # it is being killed, or stands still
-            self._limit_those_here(self.status)
-            leases = self.status.leases
-            if leases.granted != leases.settled + leases.repeated + leases.outstanding + leases.returned:
-                self.problems.append(f"the leases do not balance: {leases}")
+        with asyncio.Runner() as runner:  # one loop for all: a connection that was given up takes a while to close
+            while not self._ending.wait(_LOOK_S if self._cpu is None else _LOOK_SELDOM_S):
+                try:
+                    self.status = runner.run(self._get())
+                except (RavnestError, OSError, ValueError, TimeoutError):
+                    continue  # it is being killed, or stands still
+                self._limit_those_here(self.status)
+                leases = self.status.leases
+                if leases.granted != leases.settled + leases.repeated + leases.outstanding + leases.returned:
+                    self.problems.append(f"the leases do not balance: {leases}")
 
     def _limit_those_here(self, status: Status) -> None:
         for node in status.nodes:
