@@ -129,7 +129,7 @@ def test_data_that_end_end_the_run(tmp_path: Path) -> None:
     data = [batch for batch, _ in zip(Text(0), range(4), strict=False)]
     assert len(train(tmp_path, "iterator", job(data=iter(data)), steps=None, on="local:1").losses) == 4
     assert len(train(tmp_path, "epochs", job(data=data), steps=None, epochs=2, on="local:1").losses) == 8
-    assert len(train(tmp_path, "again", job(data=data), steps=6, on="local:1").losses) == 6
+    assert len(train(tmp_path, "again", job(data=data), steps=6, on="local:2").losses) == 6
 
 
 def test_what_was_trained_before_a_bad_batch_is_saved(tmp_path: Path) -> None:
@@ -234,9 +234,9 @@ def steps_done(tmp_path: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_a_killed_worker_is_named_at_once_and_nobody_is_left(tmp_path: Path) -> None:
-    victim = 1
-    running = start(tmp_path, "--local", "2", "--steps", "100000")
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_worker_is_named_at_once_and_nobody_is_left(victim: int, tmp_path: Path) -> None:
+    running = start(tmp_path, "--local", "3", "--steps", "100000")
     wait_for(lambda: steps_done(tmp_path) > 3, "training")
     workers = children(running)
     ordered = sorted(workers, key=lambda p: p.create_time())

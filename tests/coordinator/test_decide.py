@@ -266,14 +266,20 @@ def test_nothing_is_reconsidered_soon_after_a_plan_or_while_a_cluster_is_broken(
     assert not any(isinstance(d, Reconsider) for d in at(state, 57.0, min_stages=3))
 
 
+SECOND: tuple[Event, ...] = (  # a cluster besides that of attic and barn
+    connected(45.0, "cellar"),
+    connected(45.0, "den"),
+    planned(50.0, cluster(2, "cellar", "den")),
+    *(on.NodeReady(52.0, "c2", name) for name in ("cellar", "den")),
+)
+
+
 def lost(at_s: float, found: str, name: str) -> tuple[Event, Event]:
     return on.NodeGone(at_s, name, "its plug was pulled", polite=False), on.ClusterEnded(at_s, found, "", is_lost=True)
 
 
 def test_who_is_left_of_a_cluster_is_looked_at_with_the_others_when_nobody_has_come_back() -> None:
-    ready = [on.NodeReady(52.0, "c2", name) for name in ("cellar", "den")]
-    two_clusters = (connected(45.0, "cellar"), connected(45.0, "den"), planned(50.0, cluster(2, "cellar", "den")))
-    state = trained(*two_clusters, *ready, *lost(500.0, "c2", "den"))
+    state = trained(*SECOND, *lost(500.0, "c2", "den"))
     assert at(state, 559.9) == []
     assert at(state, 560.0) == [Reconsider(("c1",), ("cellar",), "cellar is free")]
     apply(state, connected(530.0, "den"))
@@ -283,9 +289,7 @@ def test_who_is_left_of_a_cluster_is_looked_at_with_the_others_when_nobody_has_c
 
 
 def test_when_all_clusters_broke_at_once_all_are_waited_for_a_moment() -> None:
-    ready = [on.NodeReady(52.0, "c2", name) for name in ("cellar", "den")]
-    two_clusters = (connected(45.0, "cellar"), connected(45.0, "den"), planned(50.0, cluster(2, "cellar", "den")))
-    state = trained(*two_clusters, *ready, *lost(500.0, "c1", "barn"), *lost(500.0, "c2", "den"))
+    state = trained(*SECOND, *lost(500.0, "c1", "barn"), *lost(500.0, "c2", "den"))
     for name in ("attic", "cellar"):
         apply(state, on.NodeLetGo(500.5, name, 1))
     apply(state, connected(501.0, "barn"))

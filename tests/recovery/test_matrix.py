@@ -90,8 +90,10 @@ def _befall(fleet: Fleet, cell: Cell, number: int) -> None:
     injector = fleet.strike(f"{_blow(cell, host)} {_moment(cell, host, fleet.watch.look())}")
     if cell.how == "kill" and cell.who == "coordinator":
         fleet.coordinator.wait(10)
+        said = len(fleet.said())
         fleet.start_coordinator("--resume", str(fleet.run))
-        fleet.wait_until(lambda: "the run goes on" in fleet.said(), PATIENCE_S, "the run's going on")
+        fleet.wait_until(lambda: "the run goes on" in fleet.said()[said:], PATIENCE_S, "the run's going on")
+        fleet.wait_until(lambda: "which goes on after" in fleet.said()[said:], PATIENCE_S, "a plan from copies")
     elif cell.how == "kill":
         fleet.agents[host].wait(10)
         fleet.join(host)

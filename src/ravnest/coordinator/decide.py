@@ -209,13 +209,14 @@ def _reconsider(state: State, now_s: float, wishes: Wishes, silent: Collection[s
 
 
 def _why_reconsider(state: State, clusters: Collection[ClusterRecord], free: Collection[str], wishes: Wishes) -> str:
-    known = state.considered
+    """A sentence; empty if all that there is to say has been considered before."""
+    before = state.considered
     if state.has_new_speeds:
         return "nodes are faster or slower than they were taken to be"
-    if len(free) > wishes.num_spares and not set(free) <= (known or set()):
+    if len(free) > wishes.num_spares and not set(free) <= (before or set()):
         return f"{_list(free)} free"
     is_large = any(len(cluster.plan.members) > wishes.min_stages for cluster in clusters)
-    if len(free) < wishes.num_spares and is_large and (known is None or len(known) > len(free)):
+    if len(free) < wishes.num_spares and is_large and (before is None or len(before) > len(free)):
         return f"{wishes.num_spares} spares are asked for, and {len(free)} there"
     return ""
 
