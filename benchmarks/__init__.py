@@ -1,1 +1,3 @@
-"""Measurements, each against its rival in the same run."""
+"""Benchmarks, each against a baseline in the same run: `python -m benchmarks.NAME`."""
+
+from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark does with its results: a table for people, a file for machines, checks against targets."""
+"""Collects the results of a benchmark, checks them against targets, prints tables and writes JSON."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ class Check:
 
 @dataclass
 class Report:
-    """Rows of tables (of another one where the columns change) and checks, printed and written at the end."""
+    """Rows of tables and checks; where the columns change, a new table starts."""
 
     title: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
 
     def check(self, name: str, value: float, target: str) -> None:
+        """Add a check; `target` is a relation and a number, such as `<= 1.03`."""
         relation, number = target.split()
         self.checks.append(Check(name, value, target, bool(_RELATIONS[relation](value, float(number)))))
 
     def finish(self, path: Path | None) -> None:
+        """Print all tables, and write the JSON file if there is a path."""
         console = Console(width=160)
         for table in (*_tables(self.title, self.rows), *_tables("checks", [asdict(c) for c in self.checks])):
             console.print(table)
@@ -59,7 +61,7 @@ class Report:
 
 
 def _tables(title: str, rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    """Another one where the columns change; the first has the title."""
+    """A table for each group of rows with the same columns; the first has the title."""
     for names, group in itertools.groupby(rows, key=tuple):
         yield _table(title, names, list(group))
         title = ""
@@ -81,8 +83,8 @@ def _text(value: Any) -> str:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The flags that every benchmark has."""
+    """The options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--quick", action="store_true", help="under a minute, with fewer repeats and models")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and models, about a minute")
     return parser

@@ -1,4 +1,4 @@
-"""Real models with real losses, for the tests and the benchmarks. Random weights, random data, fixed seeds."""
+"""Real models with real losses for tests and benchmarks. Random weights, random data, fixed seeds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 
-# PyPI's torchvision next to a CPU torch: its compiled operators cannot load, and its Python part, which is all
-# that models and transformers need, refuses to import unless these two names exist.
+# With a CPU build of torch, the compiled operators of PyPI's torchvision do not load, and its Python part, which is all
+# that the models here and transformers need, does not import unless these two operators are defined.
 _lib = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 for _name in ("nms", "qnms"):
     _lib.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
@@ -23,7 +23,7 @@ VOCAB = 512
 
 @dataclass(frozen=True)
 class Case:
-    """A model to take apart: how to build it, its loss, and how to make a batch of n samples."""
+    """A model to split: functions that build it, compute its loss and make a batch of n samples."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -163,7 +163,7 @@ def all_cases() -> list[Case]:
 
 
 def bench_cases() -> list[Case]:
-    """The same models, large enough that a step is mostly arithmetic."""
+    """The same models, large enough that arithmetic dominates a step."""
     gpt2_size = {"n_layer": 6, "n_embd": 384, "n_head": 6}
     llama_size = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1024}
     bert_size = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}

@@ -1,24 +1,30 @@
-"""Every test process computes with one thread: the machine has few cores, and the same bits come out each time."""
+"""Fixtures of all tests. Every test process computes with one thread, for speed and for the same bits each time."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ravnest.cli import main
+from ravnest.cli.main import main
+from ravnest.graph import timing
+from ravnest.profiling import overhead, speed
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that may take longest begin first: then none of the test processes is left with them in the end."""
-    items.sort(key=lambda item: -_patience_s(item))
+    """Start the longest tests first, so that no test process is left with one at the end."""
+    items.sort(key=lambda item: -_timeout_s(item))
 
 
-def _patience_s(item: pytest.Item) -> float:
+def _timeout_s(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
     if marker is not None and marker.args[0] > 100:
         return float(marker.args[0])
@@ -26,14 +32,22 @@ def _patience_s(item: pytest.Item) -> float:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run `ravnest` in this process with these arguments: its exit code, what it printed, and what it said besides."""
+def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of speed read the processor time of this process: other processes do not change it."""
+    clock = SimpleNamespace(perf_counter=time.process_time, process_time=time.process_time)
+    for module in (timing, overhead, speed):
+        monkeypatch.setattr(module, "time", clock)
+
+
+@pytest.fixture
+def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run `ravnest` in this process with the given arguments; returns its exit code, stdout and stderr."""
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["ravnest", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_:
             main()
         printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
+        return int(exit_.value.code or 0), printed.out, printed.err
 
     return run

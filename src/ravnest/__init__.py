@@ -1,13 +1,13 @@
 """Ravnest trains a PyTorch model that fits on none of your machines, on all of them.
 
-Names are looked up when they are used, so that a command that does not train does not wait for torch.
+Names are imported on first use, so that a command that does not train does not import torch.
 """
 
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import (
+from ravnest.errors import (
     CutError,
     NotFinite,
     ProgramError,
@@ -16,33 +16,37 @@ from .core.errors import (
     UnsupportedOp,
     WeightsError,
     WorkerLost,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
-    from .api import Job, Run, Training
-    from .runtime.corrections import Correction, delay_compensation, look_ahead, lr_discount, none
-    from .runtime.optimizers import SGD, Adam, AdamW, Muon, NAdam, Optimizer, constant, cosine, linear
+    from ravnest import lr, staleness
+    from ravnest.api import Job, Run, TrainingConfig
+    from ravnest.pipeline.optimizers import SGD, Adam, AdamW, Muon, NAdam, Optimizer
+    from ravnest.pipeline.staleness import Correction
 
 __version__ = version("ravnest")
 
 __all__ = [
     "__version__",
-    "Job", "Run", "Training",
-    "Optimizer", "SGD", "Adam", "AdamW", "NAdam", "Muon", "constant", "linear", "cosine",
-    "Correction", "none", "look_ahead", "lr_discount", "delay_compensation",
+    "Job", "Run", "TrainingConfig",
+    "Optimizer", "SGD", "Adam", "AdamW", "NAdam", "Muon", "lr",
+    "Correction", "staleness",
     "RavnestError", "TraceError", "UnsupportedOp", "CutError", "ProgramError", "WeightsError", "WorkerLost",
     "NotFinite",
 ]  # fmt: skip
 
 _HOMES = {
-    "api": ("Job", "Run", "Training"),
-    "runtime.corrections": ("Correction", "delay_compensation", "look_ahead", "lr_discount", "none"),
-    "runtime.optimizers": ("SGD", "Adam", "AdamW", "Muon", "NAdam", "Optimizer", "constant", "cosine", "linear"),
+    "api": ("Job", "Run", "TrainingConfig"),
+    "pipeline.staleness": ("Correction",),
+    "pipeline.optimizers": ("SGD", "Adam", "AdamW", "Muon", "NAdam", "Optimizer"),
 }
+_MODULES = ("lr", "staleness")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

@@ -1,6 +1,8 @@
 """`python -m ravnest` is the same as `ravnest`."""
 
-from .cli import main
+from __future__ import annotations
+
+from ravnest.cli.main import main
 
 if __name__ == "__main__":
     main()

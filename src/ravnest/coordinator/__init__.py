@@ -1,1 +1,1 @@
-"""Who trains what with whom: a state that only events change, decisions that say why, a journal that remembers."""
+"""Coordinates a run: event-sourced state, pure decisions with reasons (`policy`), a journal, and a port (`http`)."""

@@ -1,114 +1,137 @@
-"""A cluster while it lives: its plan, its feed, what its members were told, and what came back."""
+"""Runs clusters: starts and ends them, leases batches to them, and sends orders to their members.
+
+A cluster can be retired: it gets no further batches, and ends when it has trained those it has. Its members then form
+another cluster, which continues from their state; no batch is trained twice.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from ..core.control import Part, Tell
-from ..core.metrics import StageMetrics
-from ..core.orders import EndAfter, Order, Save
-from .events import Cluster
-from .feed import FeedLine
-from .feeder import Feeder
-from .requester import Piece
+from ravnest.coordinator.context import CoordinatorContext
+from ravnest.coordinator.events import (
+    ClusterEnded,
+    ClusterSpec,
+    LeaseGranted,
+    LeaseReturned,
+    LeaseSettled,
+    NodeQuarantined,
+)
+from ravnest.coordinator.http.feed import FeedConnection
+from ravnest.coordinator.policy.feed import FeedController
+from ravnest.coordinator.policy.replication import RestorePlan
+from ravnest.coordinator.requester import Microbatch, StageFiles
+from ravnest.core.metrics import StageMetrics
+from ravnest.errors import FrameError
+from ravnest.protocol.commands import EndAfter, Order, SaveState
+from ravnest.protocol.control import Assignment, DesiredAssignment, ReplicaSource, StageCommand
+from ravnest.protocol.peer import Peer
+from ravnest.protocol.pipeline import feed_purpose
+from ravnest.transport.introduction import Introduction
 
-__all__ = ["LiveCluster"]
+__all__ = ["ActiveCluster", "ClusterService", "PreparedCluster"]
+
+_RETIRE_TIMEOUT_S = 30.0  # for a retired cluster to train the batches it has
 
 
-class LiveCluster:
-    """`lease()` gives the next batch and its pieces, or None; `settle(batch)` says that one is done.
+class ActiveCluster:
+    """A forming or training cluster: its assignments, its feed, its orders and its metrics.
 
-    `broken(reason, blamed)` says that it cannot go on, and which members are at fault.
+    Calls `lease` for the next batch and its microbatches, `settle` when a batch is trained, and `fail` with the
+    members at fault when the cluster cannot continue.
     """
 
     def __init__(
         self,
-        plan: Cluster,
-        parts: Sequence[Part],
-        feeder: Feeder,
-        lease: Callable[[LiveCluster], tuple[int, Sequence[Piece]] | None],
-        settle: Callable[[LiveCluster, int, int], None],
-        broken: Callable[[LiveCluster, str, tuple[str, ...]], None],
+        plan: ClusterSpec,
+        assignments: Sequence[Assignment],
+        feeder: FeedController,
+        lease: Callable[[ActiveCluster], tuple[int, Sequence[Microbatch]] | None],
+        settle: Callable[[ActiveCluster, int, int], None],
+        fail: Callable[[ActiveCluster, str, tuple[str, ...]], None],
     ) -> None:
-        self.plan, self.parts, self.feeder = plan, list(parts), feeder
+        self.plan, self.assignments, self.feeder = plan, list(assignments), feeder
         self.id, self.generation = plan.id, plan.generation
         self.is_training = False
         self.is_over = False
-        self.retires: str | None = None  # why it gets nothing more to train, and ends when it has trained what it has
-        self.retires_s = 0.0
+        self.retire_reason: str | None = None  # set: it gets no further batches
+        self.retired_s = 0.0
         self.relay_tokens: list[str] = []
         self.max_weights_bytes: list[int] = []
         self.metrics: dict[int, StageMetrics] = {}
         self.orders: list[Order] = []
         self._own_orders: dict[str, list[Order]] = {}  # of one member alone
-        self._lease, self._settle, self._broken = lease, settle, broken
-        self._line: FeedLine | None = None
+        self._lease, self._settle, self._fail = lease, settle, fail
+        self._feed: FeedConnection | None = None
 
-    def part_of(self, name: str) -> Part | None:
+    def assignment_of(self, name: str) -> Assignment | None:
         stage = self.stage_of(name)
-        return None if stage is None else self.parts[stage]
+        return None if stage is None else self.assignments[stage]
 
     def stage_of(self, name: str) -> int | None:
         return self.plan.members.index(name) if name in self.plan.members else None
 
     @property
-    def least_updates(self) -> int:
-        """That every stage has made, as they reported."""
-        made = [self.metrics[i].updates if i in self.metrics else self.plan.begin for i in range(len(self.parts))]
-        return min(made)
+    def min_updates(self) -> int:
+        """Updates that every stage has made, according to its reports."""
+        first, stages = self.plan.first_update, range(len(self.assignments))
+        return min(self.metrics[i].updates if i in self.metrics else first for i in stages)
 
-    def retold(self, name: str) -> list[Tell]:
-        """All orders so far, for a member that comes back."""
-        return [Tell(self.generation, order) for order in (*self.orders, *self._own_orders.get(name, ()))]
+    def orders_for(self, name: str) -> list[StageCommand]:
+        """All valid orders of a member, to repeat them when it reconnects."""
+        return [StageCommand(self.generation, order) for order in (*self.orders, *self._own_orders.get(name, ()))]
 
-    def order_one(self, name: str, order: Order) -> Tell:
-        """An order for one member."""
+    def order_member(self, name: str, order: Order) -> StageCommand:
+        """Add an order for one member."""
         older = self._own_orders.get(name, [])
         self._own_orders[name] = [o for o in older if type(o) is not type(order)] + [order]
-        return Tell(self.generation, order)
+        return StageCommand(self.generation, order)
 
-    def end_after(self, updates: int) -> Tell:
+    def end_after(self, updates: int) -> StageCommand:
         return self.order(EndAfter(updates))
 
-    def save(self) -> Tell:
-        return self.order(Save())
+    def save(self) -> StageCommand:
+        return self.order(SaveState())
 
-    def order(self, order: Order) -> Tell:
-        """An order for all members; a newer one of its kind takes its place."""
+    def order(self, order: Order) -> StageCommand:
+        """Add an order for all members; it replaces an older one of its type."""
         self.orders = [o for o in self.orders if type(o) is not type(order)] + [order]
-        return Tell(self.generation, order)
+        return StageCommand(self.generation, order)
 
     def start(self) -> None:
-        """All members are ready."""
+        """Start training: all members are ready."""
         self.is_training = True
         self.pump()
 
     def pump(self) -> None:
-        """Send what there is to send, as long as the line takes it."""
-        line = self._line
-        while line is not None and line.has_room and self.is_training and not self.is_over:
-            if self.retires is None and self.feeder.wants_batch and (leased := self._lease(self)) is not None:
+        """Send messages while the feed has room."""
+        feed = self._feed
+        while feed is not None and feed.has_room and self.is_training and not self.is_over:
+            if self.retire_reason is None and self.feeder.wants_batch and (leased := self._lease(self)) is not None:
                 self.feeder.load(*leased)
-            sending = self.feeder.next()
-            if sending is None:
+            message = self.feeder.next_message()
+            if message is None:
                 return
-            line.send(sending)
+            feed.send(message)
 
     @property
-    def is_fed(self) -> bool:
-        """Whether its root is on the line and has been sent something: another line would miss that."""
-        return self._line is not None and self.feeder.has_sent
+    def has_active_feed(self) -> bool:
+        """Whether microbatches were sent on a connected feed: a new feed would miss them."""
+        return self._feed is not None and self.feeder.has_sent
 
     def close(self) -> None:
         self.is_over = True
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            feed.close()
 
-    # what its feed tells
+    # FeedHandler
 
-    def attached(self, line: FeedLine) -> None:
-        older, self._line = self._line, line
+    def attached(self, connection: FeedConnection) -> None:
+        older, self._feed = self._feed, connection
         if older is not None:
             older.close()
         self.pump()
@@ -122,8 +145,214 @@ class LiveCluster:
     def room(self) -> None:
         self.pump()
 
-    def detached(self, line: FeedLine, reason: str, *, is_fault: bool) -> None:
-        if self._line is line:
-            self._line = None
-            root = self.plan.members[0]
-            self._broken(self, f"the feed to {root} broke: {reason}", (root,) if is_fault else ())
+    def detached(self, connection: FeedConnection, reason: str, *, is_fault: bool) -> None:
+        if self._feed is connection:
+            self._feed = None
+            first = self.plan.members[0]
+            self._fail(self, f"the feed to {first} failed: {reason}", (first,) if is_fault else ())
+
+
+@dataclass(frozen=True)
+class PreparedCluster:
+    """A planned cluster, the files of its stages, and the replicas it is restored from."""
+
+    spec: ClusterSpec
+    files: Sequence[StageFiles]
+    restore: RestorePlan
+
+
+class ClusterService:
+    """All active clusters; runs in the coordinator's loop."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+        self.clusters: dict[str, ActiveCluster] = {}  # the one that got the last batch is last
+        self.is_ending = False
+        self._member_of: dict[str, ActiveCluster] = {}
+
+    def cluster_of(self, name: str) -> ActiveCluster | None:
+        """The cluster of a node."""
+        return self._member_of.get(name)
+
+    @property
+    def members(self) -> list[str]:
+        """All nodes in a cluster."""
+        return list(self._member_of)
+
+    @property
+    def updates(self) -> dict[tuple[str, int], int]:
+        """Updates of all stages, by cluster and stage."""
+        return {(c, i): m.updates for c, active in self.clusters.items() for i, m in active.metrics.items()}
+
+    # start and end
+
+    def start_cluster(self, prepared: PreparedCluster, sources: Sequence[tuple[ReplicaSource, ...]]) -> None:
+        """Start a planned cluster: its members get their assignments."""
+        context, cluster = self._context, prepared.spec
+        names = cluster.members
+        tokens = [secrets.token_urlsafe(24) for _ in names[1:]]
+        for token, pair in zip(tokens, pairwise(names), strict=True):
+            context.relay.open(token, pair)
+        feeder = FeedController(
+            accumulate=cluster.accumulate, depth=cluster.depths[0], samples_per_s=cluster.samples_per_s,
+            round_trip_s=2 * context.state.nodes[names[0]].profile.latency_s, first_step=cluster.first_update,
+        )  # fmt: skip
+        assignments = self._assignments(prepared, tokens, sources)
+        active = ActiveCluster(cluster, assignments, feeder, self._lease, self._settle, self.fail_cluster)
+        active.relay_tokens = tokens
+        active.max_weights_bytes = [files.max_bytes for files in prepared.files]
+        self.clusters[cluster.id] = active
+        self._member_of |= dict.fromkeys(names, active)
+        if self.is_ending:
+            active.end_after(cluster.first_update)
+        for name in names:
+            self.send_assignment(name)
+
+    def _assignments(
+        self, prepared: PreparedCluster, tokens: Sequence[str], sources: Sequence[tuple[ReplicaSource, ...]]
+    ) -> list[Assignment]:
+        cluster, blobs, nodes = prepared.spec, self._context.blobs, self._context.state.nodes
+        names = cluster.members
+
+        def peer(stage: int, token: str) -> Peer:
+            return Peer(name=names[stage], where=nodes[names[stage]].peer_addresses, relay_token=token)
+
+        return [
+            Assignment(
+                generation=cluster.generation, cluster=cluster.id, stage=i, count=len(names),
+                file=blobs.put(files.file), brief=blobs.put(files.brief),
+                weights=None if files.weights is None else blobs.put(files.weights),
+                before=peer(i - 1, tokens[i - 1]) if i else None,
+                after=peer(i + 1, tokens[i]) if i + 1 < len(names) else None,
+                begin=cluster.first_update, sources=sources[i], states=tuple(map(blobs.put, files.states)),
+            )
+            for i, files in enumerate(prepared.files)
+        ]  # fmt: skip
+
+    def fail_cluster(self, active: ActiveCluster, reason: str, at_fault: tuple[str, ...] = ()) -> None:
+        """End a cluster that cannot continue, and quarantine the members at fault."""
+        for name in at_fault:
+            self._context.record(NodeQuarantined(self._context.now_s(), name, reason))
+        self.end_cluster(active.id, reason, is_lost=True)
+
+    def end_cluster(self, cluster: str, reason: str, *, is_lost: bool, is_replanned: bool = False) -> None:
+        context, active = self._context, self.clusters.pop(cluster, None)
+        if active is None:
+            return
+        active.close()
+        for name in active.plan.members:
+            del self._member_of[name]
+        for token in active.relay_tokens:
+            context.relay.close(token)
+        for assignment in active.assignments:
+            for blob in (assignment.file, assignment.brief, assignment.weights, *assignment.states):
+                if blob is not None:
+                    context.blobs.drop(blob)
+        for batch in sorted(context.state.leases.outstanding_of(cluster)):
+            context.record(LeaseReturned(context.now_s(), cluster, batch, reason))
+        context.record(ClusterEnded(context.now_s(), cluster, reason, is_lost, is_replanned))
+        context.requester.cluster_ended(cluster, reason, is_lost=is_lost)
+        for name in active.plan.members:
+            self.send_assignment(name)
+        self.offer_batches()
+
+    def retire(self, cluster: str, reason: str) -> None:
+        """Lease it no further batches, and end it when it has trained those it has."""
+        if (active := self.clusters.get(cluster)) is not None and active.retire_reason is None:
+            active.retire_reason, active.retired_s = reason, self._context.now_s()
+            self.end_retired()
+
+    def end_retired(self) -> None:
+        """End retired clusters in which every stage has trained all batches, or that take too long."""
+        for active in list(self.clusters.values()):
+            if active.retire_reason is not None:
+                is_late = self._context.now_s() >= active.retired_s + _RETIRE_TIMEOUT_S
+                outstanding = self._context.state.leases.outstanding_of(active.id)
+                if is_late or (not outstanding and active.min_updates >= active.feeder.steps):
+                    self.end_cluster(active.id, active.retire_reason, is_lost=False, is_replanned=True)
+
+    # leases
+
+    def offer_batches(self) -> None:
+        """Lease available batches, to the clusters in turn."""
+        for active in list(self.clusters.values()):
+            active.pump()
+
+    def _lease(self, active: ActiveCluster) -> tuple[int, Sequence[Microbatch]] | None:
+        context = self._context
+        batch = context.state.leases.next_batch(active.id, context.requester.available())
+        if batch is None:
+            return None
+        microbatches = context.requester.microbatches(batch, active.feeder.accumulate)
+        samples = sum(microbatch.samples for microbatch in microbatches if microbatch.share)
+        context.record(LeaseGranted(context.now_s(), active.id, batch, samples))
+        context.requester.batch_started(active.id, active.feeder.steps, batch, microbatches)
+        self.clusters[active.id] = self.clusters.pop(active.id)
+        return batch, microbatches
+
+    def _settle(self, active: ActiveCluster, batch: int, samples: int) -> None:
+        self._context.record(LeaseSettled(self._context.now_s(), active.id, batch, samples))
+        self._context.requester.batch_settled(batch)
+
+    def feed_for(self, name: str, introduction: Introduction) -> ActiveCluster:
+        """The cluster whose first stage connects its feed; raises `FrameError` for any other node."""
+        active = self.cluster_of(name)
+        if active is None or active.stage_of(name) != 0:
+            raise FrameError(f"{name} is not the first stage of a cluster")
+        if introduction != Introduction.of(active.generation, feed_purpose(active.id)):
+            raise FrameError(f"{name} introduced itself for another cluster or generation than {active.generation}")
+        if active.has_active_feed:
+            raise FrameError(f"{name} opened a second feed while its cluster is being fed")
+        return active
+
+    # orders
+
+    def send_assignment(self, name: str) -> None:
+        active = self.cluster_of(name)
+        if active is None:
+            self._context.send(name, DesiredAssignment(None, self._context.state.idle_reason(name)))
+            return
+        self._context.send(name, DesiredAssignment(active.assignment_of(name), active.plan.reason))
+        for command in active.orders_for(name):
+            self._context.send(name, command)
+
+    def send_order(self, name: str, order: Order) -> None:
+        """Send an order to one member, and again when it reconnects."""
+        if (active := self.cluster_of(name)) is not None:
+            self._context.send(name, active.order_member(name, order))
+
+    def _send_to_all(self, active: ActiveCluster, command: StageCommand) -> None:
+        for name in active.plan.members:
+            self._context.send(name, command)
+
+    def end_training(self) -> None:
+        """Lease no further batches: each cluster trains those it has."""
+        self.is_ending = True
+        for active in self.clusters.values():
+            self._send_to_all(active, active.end_after(active.feeder.steps))
+            active.feeder.release_evaluations()
+            active.pump()
+
+    def end_after(self, cluster: str, updates: int) -> None:
+        if (active := self.clusters.get(cluster)) is not None:
+            self._send_to_all(active, active.end_after(updates))
+
+    def evaluate(
+        self, cluster: str, first: int, microbatches: Sequence[Microbatch], *, fresh: bool, offered: int | None = None
+    ) -> None:
+        """Send held-out microbatches through a cluster: now, or after it was fed the first `offered` batches."""
+        if (active := self.clusters.get(cluster)) is not None:
+            leases = self._context.state.leases
+            ahead = 0 if offered is None else max(0, offered - leases.next_new) + len(leases.waiting)
+            active.feeder.evaluate(first, microbatches, fresh=fresh, after_batches=ahead)
+            active.pump()
+
+    def checkpoint(self, cluster: str, at: int, *, whole: bool) -> None:
+        """Have each stage upload its whole state after `at` updates."""
+        if (active := self.clusters.get(cluster)) is not None:
+            self._send_to_all(active, active.order(SaveState(state="whole" if whole else "light", at=at)))
+
+    def save_weights(self, cluster: str) -> None:
+        """Have each stage upload its weights."""
+        if (active := self.clusters.get(cluster)) is not None:
+            self._send_to_all(active, active.save())

@@ -1,8 +1,8 @@
-"""The coordinator: keeps the state, carries out what `decide` says, and hears what nodes say.
+"""The coordinator: holds the state, carries out decisions, and handles messages of nodes.
 
-Everything that happens is an event: it changes the state (`apply`) and is kept in the journal. All of this lives in one
-asyncio loop. Each kind of work has its own desk: clusters that run (`Running`), plans (`Planner`), averages
-(`Averaging`), copies (`Copies`), and what an earlier life of this coordinator left (`Orphans`).
+Every change is an event, which is applied to the state and persisted. Everything runs in one asyncio loop. Services do
+the work: `ClusterService` for running clusters, `PlanningService` for plans, `AveragingService` for averages,
+`ReplicationService` for replicas, and `ResumeService` for clusters that an earlier process left.
 """
 
 from __future__ import annotations
@@ -11,311 +11,335 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from ..core.config import require
-from ..core.control import Beat, Copied, Hello, Leave, LetGo, Moved, Report, Said, Told, Welcome, Whereabouts
-from ..core.errors import FrameError
-from ..core.orders import (
-    Averaged,
-    Begun,
-    Evaluated,
-    Failed,
-    Linked,
-    Lost,
-    NotAveraged,
-    Ready,
-    RingsReady,
-    Saved,
-    Shifted,
-    Updated,
-)
-from ..net.addresses import check_address
-from ..net.hub import HubConfig, RelayHub
-from .averaging import Averaging
-from .blobs import Blobs
-from .clusters import LiveCluster
-from .copies import Copies
-from .copying import CopyWishes
-from .decide import Decision, EndCluster, LetLeave, LoseNode, MakePlan, Reconsider, Wishes, decide, next_look_s
-from .events import (
-    CallerRefused,
+from ravnest.coordinator.apply import apply
+from ravnest.coordinator.averaging import AveragingService
+from ravnest.coordinator.blobs import Blobs
+from ravnest.coordinator.clusters import ActiveCluster, ClusterService
+from ravnest.coordinator.events import (
+    ConnectionRejected,
     Event,
     LeaseGranted,
     LeaseSettled,
-    LinkMade,
-    NodeBlamed,
+    LinkEstablished,
+    NodeAddressChanged,
     NodeConnected,
-    NodeGone,
     NodeKicked,
     NodeLeaving,
-    NodeLetGo,
-    NodeMoved,
+    NodeLost,
+    NodeQuarantined,
     NodeReady,
-    Noted,
+    NodeReleased,
+    NoteAdded,
     RoundClosed,
 )
-from .orphans import Orphans
-from .patience import Patience
-from .people import COORDINATOR
-from .planner import Planner
-from .records import ClusterRecord, LinkRecord
-from .refusals import Refusals
-from .requester import Requester
-from .rounds import AveragingWishes
-from .running import Running
-from .sessions import Session
-from .state import State, apply
+from ravnest.coordinator.http.rejections import RejectionLog
+from ravnest.coordinator.http.session import Session
+from ravnest.coordinator.http.timeouts import HttpTimeouts
+from ravnest.coordinator.planning import PlanningService
+from ravnest.coordinator.policy.averaging import AveragingPolicy
+from ravnest.coordinator.policy.membership import (
+    ConsiderReplan,
+    CreatePlan,
+    Decision,
+    EndCluster,
+    LoseNode,
+    MembershipPolicy,
+    ReleaseNode,
+    decide,
+    next_decision_s,
+)
+from ravnest.coordinator.policy.replication import ReplicationPolicy
+from ravnest.coordinator.replication import ReplicationService
+from ravnest.coordinator.requester import Requester
+from ravnest.coordinator.resume import ResumeService
+from ravnest.coordinator.state import ClusterRecord, CoordinatorState, LinkRecord
+from ravnest.core.config import require
+from ravnest.core.ids import COORDINATOR
+from ravnest.errors import FrameError
+from ravnest.protocol.commands import (
+    AverageApplied,
+    AverageReady,
+    AveragingFailed,
+    AveragingStarted,
+    EvaluationReport,
+    LinkReport,
+    LossReport,
+    RingsReady,
+    StageFailed,
+    StageReady,
+    StateSaved,
+    StepReport,
+)
+from ravnest.protocol.control import (
+    AddressChanged,
+    AssignmentReleased,
+    FromCoordinator,
+    FromNode,
+    Heartbeat,
+    Hello,
+    LeaveRequest,
+    ReplicaStored,
+    StageReport,
+    Welcome,
+)
+from ravnest.protocol.peer import PeerAddresses
+from ravnest.transport.address import check_address
+from ravnest.transport.p2p.relay_server import RelayServer, RelayServerConfig
 
 __all__ = ["Coordinator"]
 
-_REST_S = 0.05  # between two looks: each goes over all nodes, and what happens often happens to many at once
+_TICK_INTERVAL_S = 0.05  # a tick visits all nodes, and events often concern many at once
+_FREQUENT = LeaseGranted | LeaseSettled | ConnectionRejected  # no decision depends on these
 
 
 class Coordinator:
-    """Give it a state and somebody who wants a model trained; tell it what nodes say."""
+    """Coordinates one run for a requester. `persist` is called with every event."""
 
     def __init__(
         self,
-        state: State,
+        state: CoordinatorState,
         requester: Requester,
-        wishes: Wishes,
+        policy: MembershipPolicy,
         *,
-        averaging: AveragingWishes | None = None,
-        copying: CopyWishes | None = None,
-        keep: Callable[[Event], None] = lambda event: None,
+        averaging: AveragingPolicy | None = None,
+        replication: ReplicationPolicy | None = None,
+        persist: Callable[[Event], None] = lambda event: None,
         clock: Callable[[], float] = time.time,
-        patience: Patience | None = None,
+        timeouts: HttpTimeouts | None = None,
     ) -> None:
-        self.state, self.requester, self.wishes = state, requester, wishes
-        self.beat_s = wishes.beat_s
-        self._keep = keep
+        self.state, self.requester, self.policy = state, requester, policy
+        self.heartbeat_s = policy.heartbeat_s
+        self._persist = persist
         self._start_s, self._started = clock(), time.monotonic()
         self._wake = asyncio.Event()
-        self.refusals = Refusals(self.record, self.now_s, (patience or Patience()).tell_s)
-        self.refused = self.refusals.add
-        self.hub = RelayHub(HubConfig(on_refused=self.refused))
+        self.rejections = RejectionLog(self.record, self.now_s, (timeouts or HttpTimeouts()).rejection_log_s)
+        self.log_rejection = self.rejections.add
+        self.relay = RelayServer(RelayServerConfig(on_rejected=self.log_rejection))
         self.blobs = Blobs()
         self.sessions: dict[str, Session] = {}
-        self.running = Running(self)
-        self.averaging = Averaging(self, averaging or AveragingWishes())
-        self.copies = Copies(self, copying or CopyWishes())
-        self._planner = Planner(self)
-        self._orphans: Orphans | None = None
+        self.running = ClusterService(self)
+        self.averaging = AveragingService(self, averaging or AveragingPolicy())
+        self.replication = ReplicationService(self, replication or ReplicationPolicy())
+        self._planning = PlanningService(self)
+        self._resuming: ResumeService | None = None
 
     def now_s(self) -> float:
-        """The time of day when we began, and what has passed since: a clock that is set does not matter."""
+        """Unix time, monotonic: not affected when the system clock is set."""
         return self._start_s + time.monotonic() - self._started
 
     def record(self, event: Event) -> None:
         apply(self.state, event)
-        self._keep(event)
-        if not isinstance(event, LeaseGranted | LeaseSettled | CallerRefused):  # which are many and decide nothing
+        self._persist(event)
+        if not isinstance(event, _FREQUENT):
             self._wake.set()
 
     def note(self, text: str) -> None:
-        self.record(Noted(self.now_s(), text))
+        self.record(NoteAdded(self.now_s(), text))
 
-    def tell(self, name: str, told: Told) -> None:
-        """To one node, if it is connected."""
+    def send(self, name: str, message: FromCoordinator) -> None:
+        """Send a message to a node, if it is connected."""
         if (session := self.sessions.get(name)) is not None:
-            session.tell(told)
+            session.tell(message)
 
-    # deciding
+    # decisions
 
-    async def tend(self) -> None:
-        """Decide and act, whenever something has changed or is due. Runs until cancelled."""
-        looked_s = self.now_s()
+    async def run(self) -> None:
+        """Decide and act whenever the state has changed or a decision is due. Runs until cancelled."""
+        last_tick_s = self.now_s()
         while True:
             self._wake.clear()
-            now_s = self.now_s()  # the same for both questions: what falls due in between would be missed
-            if now_s > looked_s + self.beat_s:  # this process stood still, or the PC slept: nobody else is to blame
-                self.state.wake(now_s)
-            looked_s = now_s
-            self._look(now_s)
-            await asyncio.sleep(_REST_S)
+            now_s = self.now_s()  # one time for both calls: a decision due in between would be missed
+            if now_s > last_tick_s + self.heartbeat_s:  # this process stood still or the PC slept
+                self.state.reset_liveness(now_s)
+            last_tick_s = now_s
+            self._tick(now_s)
+            await asyncio.sleep(_TICK_INTERVAL_S)
             if self._wake.is_set():
                 continue
-            due_s = next_look_s(self.state, now_s, self.wishes)
-            wait_s = min(max(due_s - self.now_s(), 0.0), self.beat_s / 2)  # well within what counts as standing still
+            due_s = next_decision_s(self.state, now_s, self.policy)
+            wait_s = min(max(due_s - self.now_s(), 0.0), self.heartbeat_s / 2)  # less than the check above allows
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
             except TimeoutError:
                 pass
 
-    def _look(self, now_s: float) -> None:
-        for decision in decide(self.state, now_s, self.wishes):
-            self._carry_out(decision)
-        if self._orphans:
-            self._orphans.look()
+    def _tick(self, now_s: float) -> None:
+        for decision in decide(self.state, now_s, self.policy):
+            self._execute(decision)
+        if self._resuming:
+            self._resuming.tick()
             return
         self.running.end_retired()
-        self.averaging.look()
-        self.copies.look()
-        self._planner.look()
+        self.averaging.tick()
+        self.replication.tick()
+        self._planning.tick()
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _execute(self, decision: Decision) -> None:
         match decision:
             case LoseNode(name=name, reason=reason):
-                self.lose(name, reason, polite=False)
-            case LetLeave(name=name, reason=reason):
-                self.lose(name, reason, polite=True)
-            case EndCluster(cluster=cluster, reason=reason, blamed=blamed):
-                if (live := self.running.clusters.get(cluster)) is not None:
-                    self.running.broken(live, reason, blamed)
-            case MakePlan() | Reconsider():
-                if not self._orphans:  # whose members are about to be free
-                    self._planner.carry_out(decision)
+                self.remove_node(name, reason, is_voluntary=False)
+            case ReleaseNode(name=name, reason=reason):
+                self.remove_node(name, reason, is_voluntary=True)
+            case EndCluster(cluster=cluster, reason=reason, at_fault=at_fault):
+                if (active := self.running.clusters.get(cluster)) is not None:
+                    self.running.fail_cluster(active, reason, at_fault)
+            case CreatePlan() | ConsiderReplan():
+                if not self._resuming:  # members of these clusters are about to be free
+                    self._planning.execute(decision)
 
-    def take_up(self) -> None:
-        """Go on with a run that trained when the coordinator was stopped."""
+    def resume(self) -> None:
+        """Continue a run that was training when the coordinator was stopped."""
         if self.state.round is not None:
-            self.record(RoundClosed(self.now_s(), self.state.round.number, "the coordinator was started anew"))
-        self._orphans = Orphans(self, self._orphan_ended)
+            self.record(RoundClosed(self.now_s(), self.state.round.number, "the coordinator was restarted"))
+        self._resuming = ResumeService(self, self._resumed_cluster_ended)
         leases = self.state.leases
         trained, waiting = leases.counts.settled, len(leases.unsettled)
-        self.note(f"the run goes on: {trained} batches are trained, {waiting} were lent when the coordinator stopped")
+        self.note(f"run resumed: {trained} batches are trained, {waiting} were leased when the coordinator stopped")
 
-    def _orphan_ended(self, cluster: ClusterRecord) -> None:
+    def _resumed_cluster_ended(self, cluster: ClusterRecord) -> None:
         for name in cluster.plan.members:
-            self.running.tell_desired(name)
-        self.running.more()
+            self.running.send_assignment(name)
+        self.running.offer_batches()
 
-    def average_for_the_last_time(self) -> None:
-        """Training is over: what was trained since the last round is averaged."""
-        self.averaging.is_last = True
+    def start_final_averaging(self) -> None:
+        """Average the samples since the last round: training is over."""
+        self.averaging.is_final = True
         self._wake.set()
 
-    # who comes and goes
+    # connections
 
-    def arrived(self, session: Session, hello: Hello) -> None:
+    def handle_hello(self, session: Session, hello: Hello) -> None:
         name, now_s = session.name, self.now_s()
-        _check_where(hello.where)
-        older = self.sessions.pop(name, None)
-        if older is not None:
-            self.note(f"{name} came again from {session.address}: its connection from {older.address} is closed")
-            older.dismiss("this node came again from elsewhere", again=False)
+        _check_addresses(hello.where)
+        previous = self.sessions.pop(name, None)
+        if previous is not None:
+            self.note(f"{name} reconnected from {session.address}: its connection from {previous.address} is closed")
+            previous.dismiss("a newer connection of this node replaced this one", again=False)
         self.sessions[name] = session
-        live = self.running.of(name)
-        if live is not None and live.is_training and hello.holding != live.generation:
-            self.running.broken(live, f"{name} came back without its stage")
+        active = self.running.cluster_of(name)
+        if active is not None and active.is_training and hello.holding != active.generation:
+            self.running.fail_cluster(active, f"{name} reconnected without its stage")
         self.record(
             NodeConnected(now_s, name, hello.profile, hello.where, session.address, hello.holding, hello.copies)
         )
-        self.state.heard(name, now_s, "")
-        session.tell(Welcome(run=self.state.run, beat_s=self.beat_s))
-        self.running.tell_desired(name)
+        self.state.mark_seen(name, now_s, "")
+        session.tell(Welcome(run=self.state.run, beat_s=self.heartbeat_s))
+        self.running.send_assignment(name)
 
-    def left(self, session: Session, reason: str) -> None:
-        """Its connection is gone; the node may train on and come back. Whether it is lost is decided later."""
+    def handle_disconnect(self, session: Session, reason: str) -> None:
+        """The connection of a node ended. It may continue training and reconnect; the liveness timeout decides."""
         if self.sessions.get(session.name) is session:
             del self.sessions[session.name]
-            self.state.broke_off(session.name)
+            self.state.mark_disconnected(session.name)
             self.note(f"the connection to {session.name} ended: {reason}")
 
-    def lose(self, name: str, reason: str, *, polite: bool) -> None:
-        self.record(NodeGone(self.now_s(), name, reason, polite))
-        self._without(name, f"{name} is gone: {reason}")
+    def remove_node(self, name: str, reason: str, *, is_voluntary: bool) -> None:
+        self.record(NodeLost(self.now_s(), name, reason, is_voluntary))
+        self._fail_cluster_of(name, f"lost {name}: {reason}")
         session = self.sessions.pop(name, None)
         if session is not None:
-            session.dismiss(reason, again=not polite)
+            session.dismiss(reason, again=not is_voluntary)
 
     def kick(self, name: str, reason: str) -> None:
-        """It does not come in again, and is in no roster from now on."""
-        require(name in self.state.members, f"there is no node {name!r}: see `ravnest status`")
+        """Remove a node for good."""
+        require(name in self.state.members, f"unknown node {name!r}: see `ravnest status`")
         self.record(NodeKicked(self.now_s(), name, reason))
-        self._without(name, f"{name} was kicked: {reason}")
+        self._fail_cluster_of(name, f"{name} was kicked: {reason}")
         session = self.sessions.pop(name, None)
         if session is not None:
             session.dismiss(f"the requester has removed this node: {reason}", again=False)
 
-    def blame(self, cluster: str, stage: int, reason: str) -> None:
-        """What a stage reported cannot be: its node is at fault."""
-        if (live := self.running.clusters.get(cluster)) is not None:
-            name = live.plan.members[stage]
-            self.record(NodeBlamed(self.now_s(), name, reason))
-            self.running.broken(live, f"{name} is at fault: {reason}")
+    def quarantine(self, cluster: str, stage: int, reason: str) -> None:
+        """Quarantine the node of a stage that sent invalid values, and fail its cluster."""
+        if (active := self.running.clusters.get(cluster)) is not None:
+            name = active.plan.members[stage]
+            self.record(NodeQuarantined(self.now_s(), name, reason))
+            self.running.fail_cluster(active, f"{name} sent invalid values: {reason}")
 
-    def _without(self, name: str, reason: str) -> None:
-        if (live := self.running.of(name)) is not None:
-            self.running.broken(live, reason)
+    def _fail_cluster_of(self, name: str, reason: str) -> None:
+        if (active := self.running.cluster_of(name)) is not None:
+            self.running.fail_cluster(active, reason)
 
-    def _leaves(self, name: str, reason: str) -> None:
-        """Its cluster trains what it has and ends; the node goes when others have taken over."""
+    def _handle_leave(self, name: str, reason: str) -> None:
+        """Retire the cluster of a leaving node; the node is released when its state is no longer needed."""
         if self.state.nodes[name].leaving_s is None:
             self.record(NodeLeaving(self.now_s(), name, reason))
-            if (live := self.running.of(name)) is not None:
-                self.running.retire(live.id, f"{name} is leaving")
+            if (active := self.running.cluster_of(name)) is not None:
+                self.running.retire(active.id, f"{name} is leaving")
 
-    # what nodes say
+    # messages of nodes
 
-    def heard(self, session: Session, said: Said) -> None:
+    def handle_message(self, session: Session, message: FromNode) -> None:
         name = session.name
         if self.sessions.get(name) is not session:
-            raise FrameError("it was replaced by a newer connection")
-        self.state.heard(name, self.now_s(), said.doing[:200] if isinstance(said, Beat) else None)
-        match said:
-            case Moved(where=where):
-                _check_where(where)
-                if where != self.state.nodes[name].where:
-                    self.record(NodeMoved(self.now_s(), name, where))
-            case Report():
-                live = self.running.of(name)
-                if live is not None and said.generation == live.generation:  # else of a part that is no more
-                    self._reported(name, live, said)
-            case LetGo(generation=generation, copy=copy):
-                self.record(NodeLetGo(self.now_s(), name, generation, copy))
-                if self._orphans:
-                    self._orphans.let_go(name, generation)
-            case Copied():
-                self.copies.reported(name, said)
-            case Leave(reason=reason):
-                self._leaves(name, reason[:200] or "it left")
+            raise FrameError("a newer connection of this node replaced this one")
+        self.state.mark_seen(name, self.now_s(), message.doing[:200] if isinstance(message, Heartbeat) else None)
+        match message:
+            case AddressChanged(where=addresses):
+                _check_addresses(addresses)
+                if addresses != self.state.nodes[name].peer_addresses:
+                    self.record(NodeAddressChanged(self.now_s(), name, addresses))
+            case StageReport():
+                active = self.running.cluster_of(name)
+                if active is not None and message.generation == active.generation:  # else of an earlier assignment
+                    self._handle_report(name, active, message)
+            case AssignmentReleased(generation=generation, copy=replica):
+                self.record(NodeReleased(self.now_s(), name, generation, replica))
+                if self._resuming:
+                    self._resuming.handle_release(name, generation)
+            case ReplicaStored():
+                self.replication.handle_report(name, message)
+            case LeaveRequest(reason=reason):
+                self._handle_leave(name, reason[:200] or "no reason given")
             case Hello():
-                raise FrameError("it said hello twice")
+                raise FrameError("it sent a second hello")
 
-    def _reported(self, name: str, live: LiveCluster, said: Report) -> None:
-        stage = live.stage_of(name)
+    def _handle_report(self, name: str, active: ActiveCluster, message: StageReport) -> None:
+        stage = active.stage_of(name)
         assert stage is not None
-        is_leaf = stage == len(live.plan.members) - 1
-        match said.report:
-            case Ready():
-                if name in self.state.clusters[live.id].missing:  # else it says so once more
-                    self.record(NodeReady(self.now_s(), live.id, name))
-                if not live.is_training and self.state.is_training(live.id):
-                    live.start()
-            case Linked() as report:
-                self._linked(live, name, report)
-            case Failed(reason=reason, is_consequence=is_consequence):
+        is_last_stage = stage == len(active.plan.members) - 1
+        match message.report:
+            case StageReady():
+                if name in self.state.clusters[active.id].not_ready:  # else it is repeated
+                    self.record(NodeReady(self.now_s(), active.id, name))
+                if not active.is_training and self.state.is_training(active.id):
+                    active.start()
+            case LinkReport() as report:
+                self._handle_link(active, name, report)
+            case StageFailed(reason=reason, is_consequence=is_consequence):
                 if not is_consequence:
-                    self.record(NodeBlamed(self.now_s(), name, reason[:500]))
-                self.running.broken(live, f"{name} (stage {stage}) failed: {reason[:500]}")
-            case Lost() | Evaluated() if not is_leaf:
-                raise FrameError(f"a {type(said.report).__name__} comes from the last stage only")
-            case Evaluated() as report:
-                live.feeder.evaluated()
-                self.requester.reported(live.id, stage, report)
-                live.pump()
-            case Updated(metrics=metrics) as report:
-                live.metrics[stage] = metrics
-                self._planner.heard(name, live.plan, stage, metrics)
-                self.requester.reported(live.id, stage, report)
-                if live.retires is not None:
+                    self.record(NodeQuarantined(self.now_s(), name, reason[:500]))
+                self.running.fail_cluster(active, f"{name} (stage {stage}) failed: {reason[:500]}")
+            case LossReport() | EvaluationReport() if not is_last_stage:
+                raise FrameError(f"only the last stage sends a {type(message.report).__name__}")
+            case EvaluationReport() as report:
+                active.feeder.evaluation_received()
+                self.requester.stage_reported(active.id, stage, report)
+                active.pump()
+            case StepReport(metrics=metrics) as report:
+                active.metrics[stage] = metrics
+                self._planning.handle_step_report(name, active.plan, stage, metrics)
+                self.requester.stage_reported(active.id, stage, report)
+                if active.retire_reason is not None:
                     self._wake.set()
-            case Lost() | Saved() as report:
-                self.requester.reported(live.id, stage, report)
-            case RingsReady() | Begun() | Averaged() | NotAveraged() | Shifted() as report:
-                self.averaging.reported(name, report)
+            case LossReport() | StateSaved() as report:
+                self.requester.stage_reported(active.id, stage, report)
+            case RingsReady() | AveragingStarted() | AverageReady() | AveragingFailed() | AverageApplied() as report:
+                self.averaging.handle_report(name, report)
 
-    def _linked(self, live: LiveCluster, name: str, said: Linked) -> None:
-        if said.peer not in (*live.plan.members, COORDINATOR) and said.peer not in self.state.ring_members:
-            raise FrameError("it has a link to somebody who is neither of its cluster nor of its rings")
-        made = LinkMade(self.now_s(), live.id, name, said.peer, said.how[:20], said.reason[:500], said.hint[:500])
-        known = self.state.clusters[live.id].links.get((name, said.peer))
-        if known != LinkRecord(made.how, made.reason, made.hint):  # else it says so once more
-            self.record(made)
+    def _handle_link(self, active: ActiveCluster, name: str, message: LinkReport) -> None:
+        if message.peer not in (*active.plan.members, COORDINATOR) and message.peer not in self.state.ring_members:
+            raise FrameError("it reported a link to a node outside its cluster and rings")
+        link = LinkEstablished(
+            self.now_s(), active.id, name, message.peer, message.how[:20], message.reason[:500], message.hint[:500]
+        )
+        known = self.state.clusters[active.id].links.get((name, message.peer))
+        if known != LinkRecord(link.how, link.reason, link.hint):  # else it is repeated
+            self.record(link)
 
 
-def _check_where(where: Whereabouts) -> None:
-    """Others will dial these; whatever is no address would be their trouble. Raises `ValueError`."""
-    for address in (*where.addresses, *([where.observed] if where.observed is not None else [])):
+def _check_addresses(addresses: PeerAddresses) -> None:
+    """Reject invalid addresses, which other nodes would dial. Raises `ValueError`."""
+    for address in (*addresses.addresses, *([addresses.observed] if addresses.observed is not None else [])):
         check_address(address)

@@ -1,39 +1,67 @@
-"""All that can happen to a coordinator, as frozen tagged structs: its state is what these, in order, make of it.
+"""Events of a coordinator, as frozen tagged structs: its state is the result of applying them in order (`apply`).
 
-An event says what happened, not what to do about it (`decide`). `at_s` is unix time of the coordinator's own clock,
-read once by whoever makes the event; nodes' clocks count nowhere.
+An event states what happened; `policy` decides what to do about it. `at_s` is unix time of the coordinator's clock,
+read once when the event is created. Clocks of nodes are never used.
 """
 
 from __future__ import annotations
 
-import msgspec
-
-from ..core.control import Copy, NodeProfile, Whereabouts
+from ravnest.core.record import Record
+from ravnest.protocol.control import NodeProfile, ReplicaInfo
+from ravnest.protocol.peer import PeerAddresses
 
 __all__ = [
-    "CallerRefused", "Cluster", "ClusterEnded", "Considered", "CopyKept", "Event", "FleetPaced", "Idle",
-    "LeaseGranted", "LeaseReturned", "LeaseSettled", "LinkMade", "NodeAveraged", "NodeBegan", "NodeBlamed",
-    "NodeConnected", "NodeEnrolled", "NodeGone", "NodeKicked", "NodeLeaving", "NodeLetGo", "NodeLinked", "NodeMoved",
-    "NodeNotAveraged", "NodeReady", "NodeShifted", "NodeSlowed", "Noted", "PlanFailed", "PlanMade", "RingsLaid",
-    "RoundClosed", "RoundCommitted", "RoundOpened", "RunBegun", "RunEnded", "TokenIssued",
-]  # fmt: skip
+    "ClusterEnded",
+    "ClusterSpec",
+    "ConnectionRejected",
+    "Event",
+    "FleetSpeedEstimated",
+    "IdleNode",
+    "LeaseGranted",
+    "LeaseReturned",
+    "LeaseSettled",
+    "LinkEstablished",
+    "NodeAddressChanged",
+    "NodeAverageApplied",
+    "NodeAverageReady",
+    "NodeAveragingFailed",
+    "NodeAveragingStarted",
+    "NodeConnected",
+    "NodeEnrolled",
+    "NodeKicked",
+    "NodeLeaving",
+    "NodeLost",
+    "NodeQuarantined",
+    "NodeReady",
+    "NodeReleased",
+    "NodeRingsReady",
+    "NodeSpeedEstimated",
+    "NoteAdded",
+    "PlanCreated",
+    "PlanFailed",
+    "ReplanConsidered",
+    "ReplicaRecorded",
+    "RingsFormed",
+    "RoundClosed",
+    "RoundCommitted",
+    "RoundStarted",
+    "RunEnded",
+    "RunStarted",
+    "TokenIssued",
+]
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A strict record."""
-
-
-class _Event(_Record, frozen=True, tag=True):
-    """A strict record with its name in it, and the time."""
+class _Event(Record, frozen=True, tag=True):
+    """A strict record with its class name as tag, and the time."""
 
     at_s: float
 
 
-class Cluster(_Record, frozen=True, kw_only=True):
-    """Nodes that hold one copy of the model: member i computes the ops from cut i - 1 to cut i, root first.
+class ClusterSpec(Record, frozen=True, kw_only=True):
+    """Nodes that hold one replica of the model: member i computes the ops from cut i - 1 to cut i.
 
-    It begins after `begin` updates, which it takes over from copies that nodes keep; `mends` is the cluster whose place
-    it takes, if there is one: then it counts in averages from its start.
+    Training starts after `first_update` updates, from state that nodes hold. `repairs` is the failed cluster that this
+    one replaces, if any: then it has weight in averages from its start.
     """
 
     id: str
@@ -44,15 +72,15 @@ class Cluster(_Record, frozen=True, kw_only=True):
     depths: tuple[int, ...]
     samples_per_s: float  # as planned
     reason: str
-    seconds: tuple[float, ...] = ()  # that each stage computes on a microbatch, at the speed that its node measured
-    begin: int = 0
-    begins: str = ""  # from what, in words
-    moving_s: float = 0.0  # that copies may take to get to its members
-    mends: str = ""
+    stage_seconds: tuple[float, ...] = ()  # compute time per microbatch and stage, at the measured speed of its node
+    first_update: int = 0
+    restored_from: str = ""  # description of the sources of its state
+    transfer_s: float = 0.0  # upper bound for the transfer of state to its members
+    repairs: str = ""
 
 
-class Idle(_Record, frozen=True):
-    """A node without a part, and why."""
+class IdleNode(Record, frozen=True):
+    """A node without an assignment, and why."""
 
     name: str
     reason: str
@@ -61,33 +89,33 @@ class Idle(_Record, frozen=True):
 # The run.
 
 
-class RunBegun(_Event, frozen=True):
-    """Training starts, for this many batches or without end; an earlier run's clusters and leases are forgotten.
+class RunStarted(_Event, frozen=True):
+    """A run starts, with `steps` batches or without a limit; clusters and leases of an earlier run are dropped.
 
-    The batches before `first` were trained in an earlier life of the run.
+    Batches before `first_batch` are already trained.
     """
 
     run: str
     steps: int | None
     release: str
-    first: int = 0
+    first_batch: int = 0
 
 
 class RunEnded(_Event, frozen=True):
     reason: str
 
 
-class Noted(_Event, frozen=True):
-    """Something that people should read and that changes nothing."""
+class NoteAdded(_Event, frozen=True):
+    """A message for the log that changes no state."""
 
     text: str
 
 
-# Who may come, and who is there.
+# Nodes.
 
 
 class TokenIssued(_Event, frozen=True):
-    """Who shows this token may enrol, until then (unix time) and so many times (None: any number)."""
+    """A token allows enrollment until `expires_s` (unix time), `uses` times (None: without a limit)."""
 
     token: str
     expires_s: float
@@ -95,7 +123,7 @@ class TokenIssued(_Event, frozen=True):
 
 
 class NodeEnrolled(_Event, frozen=True):
-    """A node got its certificate; `key` is the SHA-256 of its public key."""
+    """A node received a certificate; `key` is the SHA-256 of its public key."""
 
     name: str
     key: str
@@ -103,69 +131,69 @@ class NodeEnrolled(_Event, frozen=True):
 
 
 class NodeKicked(_Event, frozen=True):
-    """A node is sent away for good."""
+    """A node was removed for good."""
 
     name: str
     reason: str
 
 
 class NodeConnected(_Event, frozen=True):
-    """A node said hello, perhaps again; `holding` is the generation of the part it still has, or 0."""
+    """A node connected or reconnected; `held_generation` is that of the assignment it still has, or 0."""
 
     name: str
     profile: NodeProfile
-    where: Whereabouts
+    peer_addresses: PeerAddresses
     address: str
-    holding: int
-    copies: tuple[Copy, ...] = ()
+    held_generation: int
+    replicas: tuple[ReplicaInfo, ...] = ()
 
 
-class NodeMoved(_Event, frozen=True):
-    """A node's door is elsewhere now."""
+class NodeAddressChanged(_Event, frozen=True):
+    """The addresses of a node's peer endpoint changed."""
 
     name: str
-    where: Whereabouts
+    peer_addresses: PeerAddresses
 
 
-class NodeGone(_Event, frozen=True):
-    """A node left (`polite`) or was declared lost."""
+class NodeLost(_Event, frozen=True):
+    """A node left (`is_voluntary`) or was declared lost."""
 
     name: str
     reason: str
-    polite: bool
+    is_voluntary: bool
 
 
 class NodeLeaving(_Event, frozen=True):
-    """A node wants to leave, and stays until others have what it has learnt, or for a while."""
+    """A node wants to leave, and stays until its state is replicated or a timeout passes."""
 
     name: str
     reason: str
 
 
-class NodeBlamed(_Event, frozen=True):
-    """A node's part failed, so that it is left out of plans for a while."""
+class NodeQuarantined(_Event, frozen=True):
+    """The stage of a node failed: the node is left out of plans for a while."""
 
     name: str
     reason: str
 
 
-class NodeSlowed(_Event, frozen=True):
-    """A node computes at this share of the speed that is to be expected of it, as its stage shows."""
+class NodeSpeedEstimated(_Event, frozen=True):
+    """A node computes at this multiple of the speed expected of it."""
 
     name: str
-    share: float
+    speed_factor: float
     reason: str
 
 
-class FleetPaced(_Event, frozen=True):
-    """At this job, everybody computes at this share of the speed that they measured."""
+class FleetSpeedEstimated(_Event, frozen=True):
+    """At this job, nodes compute at this multiple of their measured speed."""
 
-    share: float
+    speed_factor: float
     reason: str
 
 
-class CallerRefused(_Event, frozen=True):
-    """Somebody was sent away, `count` times since the last such event."""
+class ConnectionRejected(_Event, frozen=True):
+    """Connections were rejected, `count` times since the last such event."""
 
     address: str
     reason: str
@@ -175,85 +203,85 @@ class CallerRefused(_Event, frozen=True):
 # Plans and clusters.
 
 
-class PlanMade(_Event, frozen=True):
-    """New clusters of nodes that were free, and why the others of them have no part."""
+class PlanCreated(_Event, frozen=True):
+    """New clusters of free nodes, and why the other free nodes have no assignment."""
 
     generation: int
-    clusters: tuple[Cluster, ...]
-    spares: tuple[Idle, ...]
-    left_out: tuple[Idle, ...]
+    clusters: tuple[ClusterSpec, ...]
+    spares: tuple[IdleNode, ...]
+    left_out: tuple[IdleNode, ...]
     reason: str
     took_s: float
 
 
 class PlanFailed(_Event, frozen=True):
-    """These free nodes make no cluster."""
+    """These free nodes cannot form a cluster."""
 
     reason: str
     nodes: tuple[str, ...]
 
 
-class LinkMade(_Event, frozen=True):
-    """Node a has a link to node b: how it came about, why not better, and what would make it better."""
+class LinkEstablished(_Event, frozen=True):
+    """A node has a link to a peer: its kind, why it is not a better one, and how to improve it."""
 
     cluster: str
-    a: str
-    b: str
+    node: str
+    peer: str
     how: str
     reason: str
     hint: str
 
 
 class NodeReady(_Event, frozen=True):
-    """A member has its stage loaded and its links made."""
+    """A member has loaded its stage and has its links."""
 
     cluster: str
     name: str
 
 
-class NodeLetGo(_Event, frozen=True):
-    """Nothing is left of a node's part but the copy that it keeps of what the part had learnt, if any."""
+class NodeReleased(_Event, frozen=True):
+    """A node has released its assignment, and holds a replica of its last state, if any."""
 
     name: str
     generation: int
-    copy: Copy | None = None
+    replica: ReplicaInfo | None = None
 
 
-class CopyKept(_Event, frozen=True):
-    """A node has got a copy of what another's stage has learnt, and keeps it."""
+class ReplicaRecorded(_Event, frozen=True):
+    """A node received a replica of the stage of another node, and stores it."""
 
     name: str
-    giver: str
-    copy: Copy
+    source: str
+    replica: ReplicaInfo
     num_bytes: int
     took_s: float
 
 
 class ClusterEnded(_Event, frozen=True):
-    """A cluster trains no more: its members are free, its leases are given back.
+    """A cluster ended: its members are free, its leases are returned.
 
-    `again`: it has done nothing wrong, and ends so that its members can form a better one.
+    `is_replanned`: it did not fail, and ends so that its members can form a better cluster.
     """
 
     cluster: str
     reason: str
     is_lost: bool
-    again: bool = False
+    is_replanned: bool = False
 
 
-class Considered(_Event, frozen=True):
-    """A better plan of running clusters and these free nodes was looked for; if there is one, these clusters end."""
+class ReplanConsidered(_Event, frozen=True):
+    """A better plan of running clusters and these free nodes was searched; `ending_clusters` end for it."""
 
     nodes: tuple[str, ...]
-    ends: tuple[str, ...]
+    ending_clusters: tuple[str, ...]
     reason: str
 
 
 # Averaging.
 
 
-class RingsLaid(_Event, frozen=True):
-    """Who averages with whom from now on: for each ring the nodes, one of each of these clusters, in their order."""
+class RingsFormed(_Event, frozen=True):
+    """New rings: the nodes of each ring, one of each of these clusters, in their order."""
 
     generation: int
     clusters: tuple[str, ...]
@@ -261,15 +289,15 @@ class RingsLaid(_Event, frozen=True):
     reason: str
 
 
-class NodeLinked(_Event, frozen=True):
-    """A node has all its ring links of this generation of the rings."""
+class NodeRingsReady(_Event, frozen=True):
+    """A node has all its links of this generation of rings."""
 
     name: str
     generation: int
 
 
-class RoundOpened(_Event, frozen=True):
-    """These clusters average, with weights; another attempt of the same round starts from the same snapshots."""
+class RoundStarted(_Event, frozen=True):
+    """These clusters average, with weights; a further attempt of a round uses the same snapshots."""
 
     number: int
     attempt: int
@@ -277,15 +305,15 @@ class RoundOpened(_Event, frozen=True):
     reason: str
 
 
-class NodeBegan(_Event, frozen=True):
-    """A node has its snapshot of a round."""
+class NodeAveragingStarted(_Event, frozen=True):
+    """A node has taken its snapshot for a round."""
 
     name: str
     number: int
 
 
-class NodeAveraged(_Event, frozen=True):
-    """A node has the averages of its rings; `digests` says which, by ring."""
+class NodeAverageReady(_Event, frozen=True):
+    """A node has the averages of its rings; `digests` are by ring."""
 
     name: str
     number: int
@@ -293,8 +321,8 @@ class NodeAveraged(_Event, frozen=True):
     digests: dict[int, str]
 
 
-class NodeNotAveraged(_Event, frozen=True):
-    """An attempt failed at a node; `peer` is who did not answer, or whose numbers were refused."""
+class NodeAveragingFailed(_Event, frozen=True):
+    """An attempt failed at a node; `peer` did not answer or sent invalid values."""
 
     name: str
     number: int
@@ -304,28 +332,28 @@ class NodeNotAveraged(_Event, frozen=True):
 
 
 class RoundCommitted(_Event, frozen=True):
-    """All have the same averages, and take them over."""
+    """All members have the same averages, and apply them."""
 
     number: int
     attempt: int
     took_s: float
 
 
-class NodeShifted(_Event, frozen=True):
-    """A node has taken over the average of a round."""
+class NodeAverageApplied(_Event, frozen=True):
+    """A node has applied the average of a round."""
 
     name: str
     number: int
 
 
 class RoundClosed(_Event, frozen=True):
-    """A round is over: everybody has taken it over, or (`reason`) nothing came of it."""
+    """A round ended: all members have applied it, or it failed with `reason`."""
 
     number: int
     reason: str = ""
 
 
-# Batches: some of these come a thousand times a second.
+# Batches: up to thousands of these per second.
 
 
 class LeaseGranted(_Event, frozen=True):
@@ -347,13 +375,12 @@ class LeaseReturned(_Event, frozen=True):
 
 
 Event = (
-    RunBegun | RunEnded | Noted
-    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeMoved | NodeGone | NodeLeaving
-    | NodeBlamed | NodeSlowed | FleetPaced
-    | CallerRefused
-    | PlanMade | PlanFailed | LinkMade | NodeReady | NodeLetGo | CopyKept | ClusterEnded
-    | Considered
-    | RingsLaid | NodeLinked | RoundOpened | NodeBegan | NodeAveraged | NodeNotAveraged | RoundCommitted | NodeShifted
-    | RoundClosed
+    RunStarted | RunEnded | NoteAdded
+    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeAddressChanged | NodeLost | NodeLeaving
+    | NodeQuarantined | NodeSpeedEstimated | FleetSpeedEstimated | ConnectionRejected
+    | PlanCreated | PlanFailed | LinkEstablished | NodeReady | NodeReleased | ReplicaRecorded | ClusterEnded
+    | ReplanConsidered
+    | RingsFormed | NodeRingsReady | RoundStarted | NodeAveragingStarted | NodeAverageReady | NodeAveragingFailed
+    | RoundCommitted | NodeAverageApplied | RoundClosed
     | LeaseGranted | LeaseSettled | LeaseReturned
 )  # fmt: skip

@@ -1,8 +1,7 @@
-"""The seam between a coordinator and whoever wants a model trained: what the one asks of the other.
+"""The interface between a coordinator and the run that uses it.
 
-The coordinator knows nodes, clusters and leases; it knows nothing of models, tensors or files of weights. All that
-comes through a `Requester`. Methods marked so are called in a thread, because they compute; all others are called in
-the coordinator's loop and must be quick.
+The coordinator knows nodes, clusters and leases, but no models, tensors or weight files; a `Requester` provides those.
+Methods marked "In a thread" may compute for long. All others are called in the coordinator's loop and must be quick.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..core.control import NodeProfile
-from ..core.orders import Reports
-from ..plan.fleet import Machine
-from .events import Cluster, Idle
+from ravnest.coordinator.events import ClusterSpec, IdleNode
+from ravnest.planner.fleet import Machine
+from ravnest.protocol.commands import Reports
+from ravnest.protocol.control import NodeProfile
+
+__all__ = ["Microbatch", "PlannedClusters", "Requester", "RingShape", "StageFiles"]
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["Piece", "Planned", "Requester", "RingShape", "StageFiles"]
-
 
 @dataclass(frozen=True)
-class Piece:
-    """One microbatch: its samples, its part of its batch, and its bytes as the root expects them."""
+class Microbatch:
+    """One microbatch: its samples, its share of its batch, and its bytes in the layout of the first stage."""
 
     samples: int
     share: float
@@ -33,18 +32,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Clusters for nodes that were free, and who got no stage, all with reasons."""
+class PlannedClusters:
+    """Clusters of free nodes, and the nodes without a stage, all with reasons."""
 
-    clusters: tuple[Cluster, ...]
-    spares: tuple[Idle, ...] = ()
-    left_out: tuple[Idle, ...] = ()
+    clusters: tuple[ClusterSpec, ...]
+    spares: tuple[IdleNode, ...] = ()
+    left_out: tuple[IdleNode, ...] = ()
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class StageFiles:
-    """What a node needs to be a stage: see `core.control.Part`. `max_bytes` is of the weights that it sends back."""
+    """Files of a stage (see `protocol.control.Assignment`); `max_bytes` limits the weights that it uploads."""
 
     file: bytes
     brief: bytes
@@ -55,55 +54,57 @@ class StageFiles:
 
 @dataclass(frozen=True)
 class RingShape:
-    """Nodes that own the same tensors, in the order in which they pass them on, and which tensors these are."""
+    """Nodes that hold the same tensors, in ring order, and the names of these tensors."""
 
     members: tuple[str, ...]
     targets: tuple[str, ...]
 
 
 class Requester(Protocol):
-    """Plans, makes stages, gives batches, hears reports."""
+    """Plans clusters, creates stage files, provides batches, and receives reports."""
 
-    def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> Planned:
-        """In a thread. Who does what, of these machines (speeds in GFLOP/s); raises `PlanError`.
+    def plan(
+        self, machines: Sequence[Machine], generation: int, failed_clusters: Sequence[str] = ()
+    ) -> PlannedClusters:
+        """In a thread. Plan clusters of these machines (speeds in GFLOP/s); raises `PlanError`.
 
-        `broken` are clusters that some of them were in: those are mended where that is best.
+        `failed_clusters` had some of them as members: those are repaired where that is best.
         """
 
-    def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
-        """In a thread. Which running clusters of these machines to end so that a better plan can be made, and why."""
+    def find_better_plan(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        """In a thread. Running clusters of these machines to end for a better plan, and why."""
 
     def stages(
-        self, cluster: Cluster, profiles: Sequence[NodeProfile], lacking: Sequence[int] = ()
+        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
     ) -> list[StageFiles]:
-        """In a thread. The files of a cluster's stages, root first; of those in `lacking` nobody has all of a copy."""
+        """In a thread. Files of a cluster's stages; no complete replica exists of those in `missing_stages`."""
 
-    def rings(self, clusters: Sequence[Cluster]) -> list[RingShape]:
-        """In a thread. Who averages what with whom, if these clusters do."""
+    def rings(self, clusters: Sequence[ClusterSpec]) -> list[RingShape]:
+        """In a thread. The rings in which these clusters average."""
 
     def available(self) -> int:
-        """How many batches the data have produced so far; their numbers are below this."""
+        """Number of batches produced by the data loader; their numbers are below this."""
 
-    def pieces(self, batch: int, count: int) -> list[Piece]:
-        """A batch in exactly `count` microbatches, those beyond its samples at no weight."""
+    def microbatches(self, batch: int, count: int) -> list[Microbatch]:
+        """A batch split into exactly `count` microbatches; those without samples have share 0."""
 
-    def fed(self, cluster: str, window: int, batch: int, pieces: Sequence[Piece]) -> None:
-        """The cluster trains on this batch in this window."""
+    def batch_started(self, cluster: str, step: int, batch: int, microbatches: Sequence[Microbatch]) -> None:
+        """The cluster trains this batch in this step."""
 
-    def settled(self, batch: int) -> None:
-        """The batch is trained, and will not be asked for again."""
+    def batch_settled(self, batch: int) -> None:
+        """The batch is trained and not needed again."""
 
-    def reported(self, cluster: str, stage: int, report: Reports) -> None:
-        """A stage told something."""
+    def stage_reported(self, cluster: str, stage: int, report: Reports) -> None:
+        """A stage sent a report."""
 
-    def ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:
-        """The cluster is no more."""
+    def cluster_ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:
+        """The cluster ended."""
 
-    def learnt(self) -> int:
-        """How many updates the checkpoint has that stages begin from if nobody has a copy; 0: there is none."""
+    def checkpoint_updates(self) -> int:
+        """Updates in the checkpoint that stages without a replica start from; 0 without a checkpoint."""
 
     def state_path(self, cluster: str, stage: int, updates: int) -> Path | None:
-        """Where all that a stage had learnt is kept for a checkpoint; None: none is made after so many updates."""
+        """File for the whole state of a stage; None if no checkpoint is taken after `updates` updates."""
 
     def weights_path(self, cluster: str, stage: int) -> Path:
-        """Where a stage's weights are kept when they arrive."""
+        """File for the weights that a stage uploads."""

@@ -1,8 +1,8 @@
-"""A coordinator at work: its directory, its journal and its one port, from opening to closing.
+"""Runs a coordinator: its directory, its journal and its port, from opening to closing.
 
-The directory is kept between runs, so that nodes that have joined once come back by themselves:
+The directory is persistent, so that enrolled nodes reconnect by themselves:
 
-    people (see `people`)   journal   address     where it listens now, for commands of this user
+    identities (see `certificates`)   journal   address     where it listens, for commands of this user
 """
 
 from __future__ import annotations
@@ -18,71 +18,87 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
+from aiohttp import web
 
-from ..core.config import config, require
-from ..core.errors import LinkError
-from ..net.addresses import Address
-from ..net.front import Front, FrontConfig, front_context
-from ..net.hello import FEED_PROTOCOL, RELAY_PROTOCOL
-from ..net.ticket import Ticket, new_token
-from .coordinator import Coordinator
-from .copying import CopyWishes
-from .decide import Wishes, judge_token
-from .events import CallerRefused, Event, LeaseGranted, LeaseSettled, NodeGone, Noted, RunBegun, RunEnded, TokenIssued
-from .feed import FeedPort
-from .journal import Journal, replay
-from .members import members_only
-from .patience import Patience
-from .people import People
-from .requester import Requester
-from .rounds import AveragingWishes
-from .server import make_app
-from .status import Live, Status, status_of
-from .web import WebPort
+from ravnest.coordinator.certificates import CertificateAuthority
+from ravnest.coordinator.coordinator import Coordinator
+from ravnest.coordinator.events import (
+    ConnectionRejected,
+    Event,
+    LeaseGranted,
+    LeaseSettled,
+    NodeEnrolled,
+    NodeLost,
+    NoteAdded,
+    RunEnded,
+    RunStarted,
+    TokenIssued,
+)
+from ravnest.coordinator.http.alpn_server import AlpnServer, AlpnServerConfig, server_context
+from ravnest.coordinator.http.feed import FeedProtocol
+from ravnest.coordinator.http.protocols import HttpProtocol, members_only
+from ravnest.coordinator.http.server import make_app
+from ravnest.coordinator.http.timeouts import HttpTimeouts
+from ravnest.coordinator.journal import Journal, replay
+from ravnest.coordinator.policy.averaging import AveragingPolicy
+from ravnest.coordinator.policy.membership import MembershipPolicy, token_rejection
+from ravnest.coordinator.policy.replication import ReplicationPolicy
+from ravnest.coordinator.requester import Requester
+from ravnest.coordinator.status import RunStatus, RuntimeStatus, status_of
+from ravnest.core.config import config, require
+from ravnest.errors import LinkError
+from ravnest.protocol.relay import FEED_PROTOCOL, RELAY_PROTOCOL
+from ravnest.transport.address import Address
+from ravnest.transport.local import control_socket, feed_socket, listen_local
+from ravnest.transport.ticket import Ticket, new_token
 
-__all__ = ["Service", "ServiceConfig"]
+__all__ = ["CoordinatorServer", "CoordinatorConfig"]
 
 _FLUSH_S = 0.25
-_LATER = (LeaseGranted, LeaseSettled, CallerRefused)  # many, and written together
-_MOST_ADDRESSES = 6
+_FREQUENT = (LeaseGranted, LeaseSettled, ConnectionRejected)  # frequent, and written together
+_MAX_ADDRESSES = 6
 
 
 @config
-class ServiceConfig:
-    """Where it listens and keeps its files. `advertise` is what tickets say, else the addresses it has.
+class CoordinatorConfig:
+    """Where it listens and stores its files, and its policies.
 
-    `clock` gives unix time; it is read once, at the start.
+    `advertise` are the addresses in tickets; by default, those of this machine. `clock` gives unix time; it is read
+    once, at the start.
     """
 
     directory: Path
     host: str = ""
-    port: int = 7700
+    port: int | None = 7700  # None: no port, nodes of this host come by `sockets`
+    sockets: Path | None = None  # a private directory for `local_nodes`, which need no ticket
+    local_nodes: tuple[str, ...] = ()
     advertise: tuple[Address, ...] = ()
     ticket_s: float = 7 * 86400.0
     ticket_uses: int | None = None
-    wishes: Wishes = field(default_factory=Wishes)
-    averaging: AveragingWishes = field(default_factory=AveragingWishes)
-    copying: CopyWishes = field(default_factory=CopyWishes)
-    front: FrontConfig = field(default_factory=FrontConfig)
-    patience: Patience = field(default_factory=Patience)
+    membership: MembershipPolicy = field(default_factory=MembershipPolicy)
+    averaging: AveragingPolicy = field(default_factory=AveragingPolicy)
+    replication: ReplicationPolicy = field(default_factory=ReplicationPolicy)
+    alpn: AlpnServerConfig = field(default_factory=AlpnServerConfig)
+    timeouts: HttpTimeouts = field(default_factory=HttpTimeouts)
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 2**16, f"{self.port} is not a port: it is up to 65535")
+        require(self.port is not None or self.sockets is not None, "a coordinator needs a port or a socket directory")
+        require(self.port is None or 0 <= self.port < 2**16, f"{self.port} is not a port: it is up to 65535")
         require(self.ticket_s > 0, "a ticket must be valid for more than 0 seconds")
         require(self.ticket_uses is None or self.ticket_uses >= 1, "a ticket has at least one use")
 
 
-class Service:
-    """Everything of a coordinator; lives in one asyncio loop.
+class CoordinatorServer:
+    """A coordinator with its journal and its port; runs in one asyncio loop.
 
-    With `resume`, the run of that name is taken up where it was if the journal has it and it had not ended
-    (`is_resumed`); else a run begins, with batch `first`.
+    With `resume`, the run of that name continues if the journal has it and it had not ended (`is_resumed`); else a new
+    run starts with batch `first`.
     """
 
     def __init__(
         self,
-        config: ServiceConfig,
+        config: CoordinatorConfig,
         requester: Requester,
         *,
         run: str,
@@ -91,10 +107,13 @@ class Service:
         first: int = 0,
         resume: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
-        live: Callable[[], Live] = Live,
+        live: Callable[[], RuntimeStatus] = RuntimeStatus,
     ) -> None:
         self.config = config
-        self.people = People(config.directory, datetime.fromtimestamp(config.clock(), UTC))
+        self._authority: CertificateAuthority | None = None
+        if config.port is not None:
+            self._authority = CertificateAuthority(config.directory, datetime.fromtimestamp(config.clock(), UTC))
+        config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         journal = config.directory / "journal"
         state, problems = replay(journal)
         self._journal = Journal(journal, on_trouble=self._trouble)
@@ -102,76 +121,116 @@ class Service:
         self.coordinator = Coordinator(
             state,
             requester,
-            config.wishes,
+            config.membership,
             averaging=config.averaging,
-            copying=config.copying,
-            keep=self._kept,
+            replication=config.replication,
+            persist=self._persist,
             clock=config.clock,
-            patience=config.patience,
+            timeouts=config.timeouts,
         )
         for problem in problems:
             self.coordinator.note(problem)
         for name in [name for name, node in state.nodes.items() if node.is_present]:
-            gone = NodeGone(self.coordinator.now_s(), name, "the coordinator was started anew", polite=True)
+            gone = NodeLost(self.coordinator.now_s(), name, "the coordinator was restarted", is_voluntary=True)
             self.coordinator.record(gone)
-        self.is_resumed = resume and state.run == run and state.ended is None
+        self.is_resumed = resume and state.run == run and state.end_reason is None
         if self.is_resumed:
-            self.coordinator.take_up()
+            self.coordinator.resume()
         else:
-            self.coordinator.record(RunBegun(self.coordinator.now_s(), run, steps, release, first))
+            self.coordinator.record(RunStarted(self.coordinator.now_s(), run, steps, release, first))
+        for name in config.local_nodes:
+            self.coordinator.record(NodeEnrolled(self.coordinator.now_s(), name, key="", token=""))
         self._journal.compact(state)
         self._tasks: list[asyncio.Task[None]] = []
+        self._closing = contextlib.AsyncExitStack()
+
+    @property
+    def authority(self) -> CertificateAuthority:
+        assert self._authority is not None, "a coordinator without a port has no certificates"
+        return self._authority
 
     async def open(self) -> None:
-        """Listen; from then on nodes may come."""
-        loop = asyncio.get_running_loop()
-        self._loop = loop
+        """Listen; from then on nodes may connect."""
+        self._loop = asyncio.get_running_loop()
+        self._app = make_app(self.coordinator, self, self.config.timeouts)
+        if self.config.sockets is not None:
+            await self._open_sockets(self.config.sockets)
+        if self.config.port is not None:
+            await self._open_port(self.config.port)
+        self._tasks = [self._loop.create_task(self.coordinator.run()), self._loop.create_task(self._flush())]
+
+    async def _open_sockets(self, directory: Path) -> None:
+        """Serve nodes of this process by unix sockets: HTTP at one, feeds at the other."""
+        runner = web.AppRunner(self._app, access_log=None, handle_signals=False)
+        await runner.setup()
+        await web.SockSite(runner, listen_local(control_socket(directory))).start()
+        self._closing.push_async_callback(runner.cleanup)
+        feeds = await self._loop.create_unix_server(self._new_feed, sock=listen_local(feed_socket(directory)))
+        self._closing.callback(feeds.close)
+        pointer = self.config.directory / "socket"
+        pointer.write_text(f"{control_socket(directory)}\n")
+        self._closing.callback(lambda: pointer.unlink(missing_ok=True))
+
+    async def _open_port(self, port: int) -> None:
+        """Serve members of a fleet over TLS: HTTP, feeds and the relay at one port."""
         coordinator = self.coordinator
-        app = make_app(coordinator, self, self.config.patience)
-        self._web = WebPort(
-            app, request_s=self.config.patience.request_s, on_refused=coordinator.refused, on_error=coordinator.note
+        web_protocol = HttpProtocol(
+            self._app,
+            request_s=self.config.timeouts.request_s,
+            on_rejected=coordinator.log_rejection,
+            on_error=coordinator.note,
         )
-        await self._web.open()
-        self._front = Front(
-            front_context(self.people.identity),
+        await web_protocol.open()
+        self._closing.push_async_callback(web_protocol.close)
+        self._closing.callback(coordinator.relay.close_all)
+        front = AlpnServer(
+            server_context(self.authority.identity),
             {
-                RELAY_PROTOCOL: members_only(coordinator.hub, coordinator.state.why_not_member, coordinator.refused),
-                FEED_PROTOCOL: lambda: FeedPort(
-                    coordinator.running.feed_for, coordinator.refused, hello_s=self.config.patience.hello_s
+                RELAY_PROTOCOL: members_only(
+                    coordinator.relay, coordinator.state.rejection_reason, coordinator.log_rejection
                 ),
+                FEED_PROTOCOL: self._new_feed,
             },
-            otherwise=self._web,
+            default=web_protocol,
             config=self._front_config(),
         )
         try:
-            self._server = await loop.create_server(self._front, sock=_listen(self.config.host, self.config.port))
+            server = await self._loop.create_server(front, sock=_listen(self.config.host, port))
         except OSError as error:
-            raise LinkError(f"cannot listen at {self.config.host}:{self.config.port}: {error}") from error
-        self.port: int = self._server.sockets[0].getsockname()[1]
-        (self.config.directory / "address").write_text(f"127.0.0.1:{self.port}\n")
-        self._tasks = [loop.create_task(coordinator.tend()), loop.create_task(self._flush())]
+            raise LinkError(f"cannot listen at {self.config.host}:{port}: {error}") from error
+        self._closing.callback(front.close)
+        self._closing.callback(server.close)
+        self.port: int = server.sockets[0].getsockname()[1]
+        pointer = self.config.directory / "address"
+        pointer.write_text(f"127.0.0.1:{self.port}\n")
+        self._closing.callback(lambda: pointer.unlink(missing_ok=True))
 
-    async def tend(self) -> None:
-        """Until it is closed; raises what went wrong in deciding, without which nothing else is worth going on."""
+    def _new_feed(self) -> FeedProtocol:
+        coordinator = self.coordinator
+        return FeedProtocol(
+            coordinator.running.feed_for, coordinator.log_rejection, hello_s=self.config.timeouts.hello_s
+        )
+
+    async def run(self) -> None:
+        """Run until it is closed; raises the error of a background task."""
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*self._tasks)
 
-    async def give_up(self) -> None:
-        """Stop as a process that is killed does: nodes train on and wait, and the run may be taken up again."""
+    async def abort(self) -> None:
+        """Stop like a killed process: nodes continue training and wait, and the run can be resumed."""
         for task in self._tasks:
             task.cancel()
-        self._server.close()
-        self._front.close()
+        await self._closing.aclose()
         self._journal.flush(sync=True)
         self._journal.close()
 
     async def close(self, reason: str) -> None:
-        """End all conversations and stop listening."""
+        """End the run and all sessions, and stop listening."""
         coordinator = self.coordinator
         coordinator.running.is_ending = True
         for cluster in list(coordinator.running.clusters):
-            coordinator.running.end(cluster, reason, is_lost=False)
-        coordinator.refusals.tell_all()
+            coordinator.running.end_cluster(cluster, reason, is_lost=False)
+        coordinator.rejections.flush()
         coordinator.record(RunEnded(coordinator.now_s(), reason))
         for task in self._tasks:
             task.cancel()
@@ -179,39 +238,35 @@ class Service:
         for session in list(coordinator.sessions.values()):
             session.dismiss(reason, again=True)
         await asyncio.sleep(0.2 if coordinator.sessions else 0)  # goodbyes go out
-        self._server.close()
-        self._front.close()
-        coordinator.hub.close_all()
-        await self._web.close()
+        await self._closing.aclose()
         self._journal.flush(sync=True)
         self._journal.close()
-        (self.config.directory / "address").unlink(missing_ok=True)
 
     def ticket(self) -> str:
-        """One that is valid: an earlier one as long as it may be used, else a new one."""
+        """A valid ticket: an earlier one while it may be used, else a new one."""
         state, now_s = self.coordinator.state, self.coordinator.now_s()
         for token in state.tokens:
-            if judge_token(state, token, now_s + min(3600.0, self.config.ticket_s / 2)) is None:
+            if token_rejection(state, token, now_s + min(3600.0, self.config.ticket_s / 2)) is None:
                 return self._ticket(token)
         return self.new_ticket(self.config.ticket_s, self.config.ticket_uses)
 
     def new_ticket(self, expires_s: float, uses: int | None) -> str:
-        require(0 < expires_s <= 10 * 365 * 86400, f"a ticket is valid for up to ten years, not {expires_s} s")
-        require(uses is None or uses >= 1, f"a ticket has at least one use, not {uses}")
+        require(0 < expires_s <= 10 * 365 * 86400, f"expires_s must be > 0 and at most ten years, got {expires_s}")
+        require(uses is None or uses >= 1, f"uses must be >= 1, got {uses}")
         token, now_s = new_token(), self.coordinator.now_s()
         self.coordinator.record(TokenIssued(now_s, token, now_s + expires_s, uses))
         return self._ticket(token)
 
     def _ticket(self, token: str) -> str:
         addresses = self.config.advertise or own_addresses(self.config.host, self.port)
-        return str(Ticket(addresses=addresses, fingerprint=self.people.fingerprint, token=token))
+        return str(Ticket(addresses=addresses, fingerprint=self.authority.fingerprint, token=token))
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         return status_of(self.coordinator.state, self.coordinator.now_s(), self._live())
 
-    def _kept(self, event: Event) -> None:
+    def _persist(self, event: Event) -> None:
         self._journal.append(event)
-        if not isinstance(event, _LATER):
+        if not isinstance(event, _FREQUENT):
             self._journal.flush()
         self._on_event(event)
 
@@ -221,28 +276,28 @@ class Service:
             self._journal.flush()
 
     def _trouble(self, text: str) -> None:
-        """The disk is full, or well again: said as an event, which is kept in memory meanwhile."""
-        with contextlib.suppress(AttributeError, RuntimeError):  # before there is a loop it is too early to tell
-            self._loop.call_soon(lambda: self.coordinator.record(Noted(self.coordinator.now_s(), text)))
+        """Record a problem of the journal as an event, which waits in memory meanwhile."""
+        with contextlib.suppress(AttributeError, RuntimeError):  # there is no loop before `open`
+            self._loop.call_soon(lambda: self.coordinator.record(NoteAdded(self.coordinator.now_s(), text)))
 
-    def _front_config(self) -> FrontConfig:
-        given = {**vars(self.config.front), "on_refused": self.coordinator.refused}
-        return FrontConfig(**given)
+    def _front_config(self) -> AlpnServerConfig:
+        given = {**vars(self.config.alpn), "on_rejected": self.coordinator.log_rejection}
+        return AlpnServerConfig(**given)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; without a host for IPv6 and IPv4 both, where the system can."""
+    """A listening socket; without a host, for IPv6 and IPv4 if the system supports both."""
     if host:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=512)
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # it may be turned off
+        with contextlib.suppress(OSError):  # IPv6 may be disabled
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=512)
 
 
 def own_addresses(host: str, port: int) -> tuple[Address, ...]:
-    """Where others may find us: the host we listen at, or all addresses of this machine, its own loopback last."""
+    """Addresses for tickets: the host we listen on, or all addresses of this machine, loopback last."""
     if host and not ip_address(host).is_unspecified:
         return ((host, port),)
     found = [
@@ -253,4 +308,4 @@ def own_addresses(host: str, port: int) -> tuple[Address, ...]:
     ]
     usable = [text for text in dict.fromkeys(found) if not ip_address(text).is_link_local]
     usable.sort(key=lambda text: (ip_address(text).is_loopback, ":" in text))
-    return tuple((text, port) for text in usable[:_MOST_ADDRESSES])
+    return tuple((text, port) for text in usable[:_MAX_ADDRESSES])

@@ -1,313 +1,324 @@
-"""What a coordinator knows: state = apply(... apply(apply(nothing, event 0), event 1) ..., event n).
-
-Only `apply` changes a state, so the same events give the same state again, and a snapshot of it equals them all. What
-was heard of nodes lately (`heard`) is not kept and is outside equality: a beat is no event.
-"""
+"""State of a coordinator, as plain records. Only `apply` changes it."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, assert_never
+from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
-from ..core.control import Copy
-from . import events as on
-from .events import Event
-from .leases import Leases
-from .records import (
-    BLAME_S,
-    ClusterRecord,
-    Hearing,
-    KeptCopy,
-    LinkRecord,
-    Member,
-    NodeRecord,
-    Refusal,
-    State,
-    Token,
-    no_words,
-)
-from .rounds import apply_round
-from .sentences import sentence
+from ravnest.coordinator.event_log import printable
+from ravnest.coordinator.events import ClusterSpec
+from ravnest.coordinator.policy.leases import Leases
+from ravnest.protocol.control import MOST_COPIES, NodeProfile, ReplicaInfo
+from ravnest.protocol.peer import PeerAddresses
 
-__all__ = ["BLAME_S", "State", "apply", "restore", "snapshot"]
+__all__ = [
+    "QUARANTINE_S",
+    "ClusterRecord",
+    "CoordinatorState",
+    "Counters",
+    "JoinToken",
+    "LastSeen",
+    "LinkRecord",
+    "Liveness",
+    "Member",
+    "NodeRecord",
+    "Phase",
+    "RejectionRecord",
+    "ReplicaRecord",
+    "RingsRecord",
+    "RoundRecord",
+    "new_event_log",
+]
 
-COORDINATOR = "coordinator"  # the peer from which a root has its batches
-_MOST_REFUSALS, _MOST_ENDED, _MOST_BROKEN = 50, 32, 8
+QUARANTINE_S = 300.0
+_RELEASE_TIMEOUT_S = 10.0  # for a member of a cluster that ended to store the state of its stage
+_MAX_RECENT_EVENTS = 500
 
-
-def apply(state: State, event: Event) -> None:
-    """Change the state by what happened. What is said of nodes and clusters that are not known changes nothing."""
-    said = sentence(event)
-    if said is not None:
-        state.say(event.at_s, said)
-    match event:
-        case on.LeaseGranted(cluster=cluster, batch=batch, samples=samples):
-            state.leases.note_granted(cluster, batch)
-            if cluster in state.clusters:
-                state.clusters[cluster].fed.append((batch, samples))
-        case on.LeaseSettled(cluster=cluster, batch=batch, samples=samples):
-            if state.leases.settle(cluster, batch) == "ignored":
-                state.counters.leases_ignored += 1
-            else:
-                state.since[cluster] = state.since.get(cluster, 0) + samples
-                state.trained[cluster] = state.trained.get(cluster, 0) + samples
-                _fed_one(state, cluster, batch)
-        case on.LeaseReturned(cluster=cluster, batch=batch):
-            state.leases.give_back(cluster, batch)
-        case on.RunBegun():
-            _begin(state, event)
-        case on.RunEnded(reason=reason):
-            state.ended = reason
-        case on.TokenIssued(token=token, expires_s=expires_s, uses=uses):
-            state.tokens[token] = Token(expires_s, uses)
-        case on.NodeEnrolled():
-            _enrol(state, event)
-        case on.NodeKicked():
-            _kick(state, event)
-        case on.NodeConnected():
-            _connect(state, event)
-        case on.NodeMoved(name=name, where=where):
-            if name in state.nodes:
-                state.nodes[name].where = where
-        case on.NodeGone():
-            _lose(state, event)
-        case on.NodeBlamed(at_s=at_s, name=name, reason=reason):
-            if name in state.nodes:
-                state.counters.blamed += 1
-                state.nodes[name].blamed_s, state.nodes[name].blame = at_s, reason
-        case on.NodeLeaving(at_s=at_s, name=name, reason=reason):
-            if name in state.nodes:
-                state.nodes[name].leaving_s, state.nodes[name].why = at_s, reason
-        case on.NodeSlowed(name=name, share=share):
-            if name in state.nodes:
-                state.nodes[name].speed, state.has_new_speeds = share, True
-        case on.FleetPaced(share=share):
-            state.pace, state.has_new_speeds = share, True
-        case on.PlanMade():
-            _plan(state, event)
-        case on.PlanFailed(nodes=nodes, reason=reason):
-            state.counters.plans_failed += 1
-            _leave_idle(state, dict.fromkeys(nodes, reason))
-        case on.LinkMade():
-            _link(state, event)
-        case on.NodeReady():
-            _ready(state, event)
-        case on.NodeLetGo():
-            _let_go(state, event)
-        case on.CopyKept(at_s=at_s, name=name, copy=copy, took_s=took_s):
-            if name in state.nodes and copy.cluster in state.cuts:
-                state.nodes[name].keep(KeptCopy(copy, at_s, took_s))
-        case on.ClusterEnded():
-            _end(state, event)
-        case on.Considered(at_s=at_s, nodes=nodes):
-            state.considered, state.considered_s, state.has_new_speeds = set(nodes), at_s, False
-        case on.RingsLaid() | on.NodeLinked() | on.RoundOpened() | on.NodeAveraged() | on.NodeNotAveraged():
-            apply_round(state, event)
-        case on.NodeBegan() | on.RoundCommitted() | on.NodeShifted() | on.RoundClosed():
-            apply_round(state, event)
-        case on.CallerRefused(at_s=at_s, address=address, reason=reason, count=count):
-            state.counters.refused += count
-            state.refusals = [*state.refusals[1 - _MOST_REFUSALS :], Refusal(at_s, address, reason, count)]
-        case on.Noted():
-            pass
-        case _:
-            assert_never(event)
+Phase = Literal["forming", "training", "ended", "lost"]
 
 
-def snapshot(state: State) -> bytes:
-    """All of a state but what was heard."""
-    return msgspec.msgpack.encode(state, enc_hook=_encode)
+class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A strict, mutable record."""
 
 
-def restore(data: bytes) -> State:
-    """The state of a snapshot; raises `msgspec.MsgspecError`."""
-    return msgspec.msgpack.decode(data, type=State, dec_hook=_decode)
+class JoinToken(_Record):
+    """Allows a node to enroll."""
+
+    expires_s: float
+    uses: int | None
+    used: int = 0
 
 
-def _encode(part: Any) -> Any:
-    return list(part) if isinstance(part, deque) else None
+class Member(_Record):
+    """A node with a certificate, connected or not."""
+
+    key: str
+    enrolled_s: float
+    kick_reason: str | None = None
 
 
-def _decode(kind: type, data: Any) -> Any:
-    if kind is Hearing:
-        return Hearing()
-    words = no_words()
-    words.extend(msgspec.convert(data, list[tuple[float, str]]))
-    return words
+class ReplicaRecord(_Record):
+    """A replica that a node holds, the time of its state, and the seconds its transfer took."""
+
+    replica: ReplicaInfo
+    at_s: float
+    took_s: float = 0.0
 
 
-def _begin(state: State, event: on.RunBegun) -> None:
-    """A generation is never used twice, so that what a node still holds of an earlier run is not taken for a part."""
-    state.run, state.steps, state.release = event.run, event.steps, event.release
-    state.begun_s, state.ended, state.has_trained = event.at_s, None, False
-    state.hopeless, state.clusters, state.leases = set(), {}, Leases(next_new=event.first)
-    state.rings, state.round, state.rounds_done, state.rounds_begun = None, None, 0, 0
-    state.since, state.trained, state.averaged = {}, {}, set()
-    state.cuts, state.broken, state.considered, state.considered_s = {}, [], None, event.at_s
-    state.pace, state.has_new_speeds = 1.0, False
-    for node in state.nodes.values():
-        if node.cluster is not None:
-            node.cluster, node.free_since_s = None, event.at_s
-        node.blamed_s, node.blame, node.copies, node.letting_go_s = None, "", [], None
-        if node.is_present:
-            node.why = "it waits for a plan"
+class NodeRecord(_Record, kw_only=True):
+    """A node that has connected. `reason` explains its present state.
+
+    `releasing_s` is when its cluster ended, until it has stored the state of its stage. `speed_factor` is its speed as
+    a multiple of the expected one; `num_losses` counts how often it was lost.
+    """
+
+    profile: NodeProfile
+    peer_addresses: PeerAddresses
+    address: str
+    connected_s: float
+    free_since_s: float
+    held_generation: int = 0
+    is_present: bool = True
+    cluster: str | None = None
+    reason: str = ""
+    quarantined_s: float | None = None
+    quarantine_reason: str = ""
+    replicas: list[ReplicaRecord] = []
+    releasing_s: float | None = None
+    leaving_s: float | None = None
+    speed_factor: float = 1.0
+    num_losses: int = 0
+
+    def is_quarantined(self, now_s: float, quarantine_s: float) -> bool:
+        return self.quarantined_s is not None and now_s < self.quarantined_s + quarantine_s
+
+    def is_free(self, now_s: float, quarantine_s: float) -> bool:
+        """Whether it can be planned."""
+        if not self.is_present or self.cluster is not None or self.is_quarantined(now_s, quarantine_s):
+            return False
+        if self.leaving_s is not None:
+            return False
+        return self.releasing_s is None or now_s >= self.releasing_s + _RELEASE_TIMEOUT_S
+
+    @property
+    def free_from_s(self) -> float:
+        """When it is free at the latest, without further events."""
+        return self.free_since_s if self.releasing_s is None else self.releasing_s + _RELEASE_TIMEOUT_S
+
+    def add_replica(self, held: ReplicaRecord) -> None:
+        """Record a replica; one per stage, and no more than a node stores."""
+        stage = (held.replica.cluster, held.replica.stage)
+        others = [r for r in self.replicas if (r.replica.cluster, r.replica.stage) != stage]
+        self.replicas = [*others, held][-MOST_COPIES:]
 
 
-def _fed_one(state: State, cluster: str, batch: int) -> None:
-    """A cluster has trained the batch of its next window."""
-    found = state.clusters.get(cluster)
-    if found is not None and found.fed and found.fed[0][0] == batch:
-        found.fed.pop(0)
-        found.done += 1
+class LinkRecord(_Record):
+    """The kind of a link, why it is not a better one, and how to improve it."""
+
+    how: str
+    reason: str
+    hint: str = ""
 
 
-def _enrol(state: State, event: on.NodeEnrolled) -> None:
-    known = state.members.get(event.name)
-    if known is not None and known.key == event.key:
-        return  # the same node has a new certificate, and takes nobody's place
-    state.members[event.name] = Member(event.key, event.at_s)
-    state.counters.enrolled += 1
-    if event.token in state.tokens:
-        state.tokens[event.token].used += 1
+class ClusterRecord(_Record, kw_only=True):
+    """A cluster: its plan and progress. `links` are by the reporting node and its peer.
+
+    `fed_batches` are batches and their samples in the order of steps, from step `plan.first_update + num_settled` on.
+    """
+
+    plan: ClusterSpec
+    formed_s: float
+    phase: Phase = "forming"
+    ready: set[str] = set()
+    training_since_s: float | None = None
+    ended_s: float | None = None
+    reason: str = ""
+    links: dict[tuple[str, str], LinkRecord] = {}
+    fed_batches: list[tuple[int, int]] = []
+    num_settled: int = 0
+
+    @property
+    def is_live(self) -> bool:
+        return self.phase in ("forming", "training")
+
+    @property
+    def not_ready(self) -> tuple[str, ...]:
+        """Members that are not ready, in the order of stages."""
+        return tuple(name for name in self.plan.members if name not in self.ready)
 
 
-def _kick(state: State, event: on.NodeKicked) -> None:
-    member, node = state.members.get(event.name), state.nodes.get(event.name)
-    if member is not None:
-        state.counters.kicked += member.kicked is None
-        member.kicked = event.reason
-    if node is not None:
-        node.is_present, node.why = False, event.reason
+class RingsRecord(_Record):
+    """The members of each ring; `ready` are the nodes that have all their ring links."""
+
+    generation: int
+    clusters: tuple[str, ...]
+    rings: tuple[tuple[str, ...], ...]
+    ready: set[str] = set()
+    formed_s: float = 0.0
+
+    @property
+    def members(self) -> set[str]:
+        return {name for ring in self.rings for name in ring}
 
 
-def _connect(state: State, event: on.NodeConnected) -> None:
-    known = state.nodes.get(event.name)
-    node = NodeRecord(
-        profile=event.profile, where=event.where, address=event.address, holding=event.holding,
-        connected_s=event.at_s, free_since_s=event.at_s, why="it waits for a plan",
-    )  # fmt: skip
-    if known is not None:
-        node.cluster, node.blamed_s, node.blame = known.cluster, known.blamed_s, known.blame
-        node.speed, node.losses = known.speed, known.losses
-        if event.holding:
-            node.letting_go_s = known.letting_go_s
-        if known.is_present:
-            node.free_since_s, node.why = known.free_since_s, known.why
-    if known is None or known.profile != event.profile:
-        state.hopeless.discard(event.name)
-    cluster = state.clusters.get(node.cluster or "")
-    if cluster is not None and event.holding != cluster.plan.generation:
-        cluster.ready.discard(event.name)  # it no longer has its part
-    node.copies = [_kept(state, known, copy, event.at_s) for copy in event.copies if copy.cluster in state.cuts]
-    state.nodes[event.name] = node
-    state.heard(event.name, event.at_s)
+class RoundRecord(_Record, kw_only=True):
+    """An averaging round in progress: weights of clusters, and progress of members."""
+
+    number: int
+    attempt: int
+    weights: dict[str, float]
+    samples: dict[str, int] = {}  # of each cluster at the start of the round: those in the average
+    started_s: float
+    attempt_started_s: float
+    started: set[str] = set()  # nodes with a snapshot
+    digests: dict[str, dict[int, str]] = {}
+    failed: dict[str, str] = {}  # by node: the peer that did not answer or sent invalid values
+    is_committed: bool = False
+    applied: set[str] = set()
 
 
-def _kept(state: State, known: NodeRecord | None, copy: Copy, at_s: float) -> KeptCopy:
-    """As of when it was known, or else as of when its cluster ended."""
-    for kept in known.copies if known is not None else ():
-        if kept.copy == copy:
-            return kept
-    cluster = state.clusters.get(copy.cluster)
-    ended_s = cluster.ended_s if cluster is not None else None
-    return KeptCopy(copy, at_s if ended_s is None else ended_s)
+class RejectionRecord(_Record):
+    """Rejected connections from one address for one reason."""
+
+    at_s: float
+    address: str
+    reason: str
+    count: int
 
 
-def _let_go(state: State, event: on.NodeLetGo) -> None:
-    node = state.nodes.get(event.name)
-    if node is None:
-        return
-    if node.holding == event.generation:
-        node.holding, node.letting_go_s = 0, None
-    if event.copy is not None and event.copy.cluster in state.cuts:
-        node.keep(KeptCopy(event.copy, event.at_s))
+class Counters(_Record):
+    """Numbers of events since the coordinator's first start, over all runs."""
+
+    rejected: int = 0
+    enrolled: int = 0
+    kicked: int = 0
+    left: int = 0
+    lost: int = 0
+    quarantined: int = 0
+    plans_made: int = 0
+    plans_failed: int = 0
+    clusters_ended: int = 0
+    clusters_lost: int = 0
+    leases_ignored: int = 0  # settled by a cluster without such a lease
 
 
-def _lose(state: State, event: on.NodeGone) -> None:
-    node = state.nodes.get(event.name)
-    if node is None or not node.is_present:
-        return
-    node.is_present, node.why, node.holding, node.letting_go_s = False, event.reason, 0, None
-    node.losses += not event.polite
-    state.counters.left += event.polite
-    state.counters.lost += not event.polite
+class LastSeen(_Record):
+    """The last message of a node; `is_disconnected`: its connection ended since, and it may reconnect."""
+
+    at_s: float
+    activity: str = ""
+    is_disconnected: bool = False
 
 
-def _plan(state: State, event: on.PlanMade) -> None:
-    state.generation = max(state.generation, event.generation)
-    state.considered, state.considered_s = None, event.at_s
-    state.counters.plans_made += 1
-    for cluster in event.clusters:
-        state.clusters[cluster.id] = ClusterRecord(plan=cluster, formed_s=event.at_s, why=cluster.reason)
-        state.cuts[cluster.id] = cluster.cuts
-        if cluster.mends and cluster.mends in state.broken:
-            state.broken.remove(cluster.mends)
-            if cluster.mends in state.averaged:
-                state.averaged.add(cluster.id)
-        for name in cluster.members:
-            node = state.nodes[name]
-            assert node.cluster is None, f"{name} is planned twice: {node.cluster} and {cluster.id}"
-            node.cluster, node.why = cluster.id, cluster.reason
-    state.broken = [cluster for cluster in state.broken if _has_free_members(state, cluster)]
-    _leave_idle(state, {idle.name: idle.reason for idle in (*event.spares, *event.left_out)})
+class Liveness:
+    """The last message of every node. Excluded from equality: liveness is not part of the replicated state."""
+
+    def __init__(self) -> None:
+        self.last_seen: dict[str, LastSeen] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Liveness)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def _has_free_members(state: State, cluster: str) -> bool:
-    found = state.clusters.get(cluster)
-    members = (state.nodes[name] for name in found.plan.members) if found is not None else ()
-    return any(node.is_present and node.cluster is None for node in members)
+def new_event_log() -> deque[tuple[float, str]]:
+    return deque(maxlen=_MAX_RECENT_EVENTS)
 
 
-def _leave_idle(state: State, why: dict[str, str]) -> None:
-    """These got no part. The same nodes, or fewer of them, need not be asked about again."""
-    state.hopeless = set(why)
-    for name, reason in why.items():
-        if name in state.nodes and state.nodes[name].is_present:
-            state.nodes[name].why = reason
+class CoordinatorState(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Owned by one thread. `recent_events` are sentences with their times."""
 
+    run: str = ""
+    release: str = ""
+    steps: int | None = None
+    started_s: float = 0.0
+    end_reason: str | None = None
+    generation: int = 0
+    has_trained: bool = False
+    unplaceable: set[str] = set()  # nodes that the last plan had no place for
+    tokens: dict[str, JoinToken] = {}
+    members: dict[str, Member] = {}
+    nodes: dict[str, NodeRecord] = {}
+    clusters: dict[str, ClusterRecord] = {}  # in the order of forming; ended ones are dropped after a while
+    cuts: dict[str, tuple[int, ...]] = {}  # of all clusters of this run, since nodes may hold replicas of them
+    failed_clusters: list[str] = []  # ended clusters to be replaced
+    replan_considered: set[str] | None = None  # free nodes in the last search for a better plan
+    replan_considered_s: float = 0.0
+    fleet_speed_factor: float = 1.0  # speed of all nodes at this job, as a multiple of what they measured
+    has_new_speeds: bool = False  # since the last search for a better plan
+    leases: Leases = msgspec.field(default_factory=Leases)
+    counters: Counters = msgspec.field(default_factory=Counters)
+    rings: RingsRecord | None = None
+    round: RoundRecord | None = None
+    rounds_done: int = 0
+    rounds_started: int = 0
+    samples_since_average: dict[str, int] = {}  # settled, by cluster
+    samples_trained: dict[str, int] = {}  # settled, by cluster
+    averaged_clusters: set[str] = set()  # took part in a round
+    rejections: list[RejectionRecord] = []
+    recent_events: deque[tuple[float, str]] = msgspec.field(default_factory=new_event_log)
+    liveness: Liveness = msgspec.field(default_factory=Liveness)
 
-def _link(state: State, event: on.LinkMade) -> None:
-    cluster = state.clusters.get(event.cluster)
-    known = (*cluster.plan.members, COORDINATOR, *state.ring_members) if cluster is not None else ()
-    if cluster is not None and event.a in cluster.plan.members and event.b in known:
-        cluster.links[event.a, event.b] = LinkRecord(event.how, event.reason, event.hint)
+    def mark_seen(self, name: str, now_s: float, activity: str | None = None) -> None:
+        """Note that a node has sent a message, and what it is doing if it said so."""
+        known = self.liveness.last_seen.get(name)
+        if activity is None:
+            activity = known.activity if known is not None else ""
+        self.liveness.last_seen[name] = LastSeen(now_s, activity)
 
+    def mark_disconnected(self, name: str) -> None:
+        """Note that the connection of a node ended."""
+        last = self.last_seen(name)
+        self.liveness.last_seen[name] = LastSeen(last.at_s, last.activity, is_disconnected=True)
 
-def _ready(state: State, event: on.NodeReady) -> None:
-    cluster = state.clusters.get(event.cluster)
-    if cluster is None or cluster.phase != "forming" or event.name not in cluster.plan.members:
-        return
-    cluster.ready.add(event.name)
-    state.nodes[event.name].holding = cluster.plan.generation
-    if not cluster.missing:
-        cluster.phase, cluster.trains_since_s, state.has_trained = "training", event.at_s, True
-        state.say(event.at_s, f"cluster {cluster.plan.id} trains: all {len(cluster.ready)} members are ready")
+    def reset_liveness(self, now_s: float) -> None:
+        """Restart the liveness timeout of all present nodes, after this process stood still."""
+        for name, node in self.nodes.items():
+            if node.is_present:
+                self.mark_seen(name, now_s)
 
+    def last_seen(self, name: str) -> LastSeen:
+        return self.liveness.last_seen.get(name) or LastSeen(self.nodes[name].connected_s)
 
-def _end(state: State, event: on.ClusterEnded) -> None:
-    cluster = state.clusters.get(event.cluster)
-    if cluster is None or not cluster.is_live:
-        return
-    cluster.fed = []
-    cluster.phase, cluster.ended_s, cluster.why = "lost" if event.is_lost else "ended", event.at_s, event.reason
-    state.counters.clusters_lost += event.is_lost
-    state.counters.clusters_ended += not event.is_lost
-    state.leases.close(event.cluster)
-    for counted in (state.since, state.trained):
-        counted.pop(event.cluster, None)
-    if event.is_lost or event.again:
-        state.broken = [*state.broken[1 - _MOST_BROKEN :], event.cluster]
-    for name in cluster.plan.members:
-        node = state.nodes[name]
-        node.cluster, node.free_since_s = None, event.at_s
-        if node.is_present and node.holding == cluster.plan.generation:
-            node.letting_go_s = event.at_s
-        if node.is_present:
-            node.why = f"cluster {event.cluster} ended: {event.reason}"
-    over = [found.plan.id for found in state.clusters.values() if not found.is_live]
-    for cluster_id in over[:-_MOST_ENDED]:
-        del state.clusters[cluster_id]
-        state.leases.forget(cluster_id)
-        state.averaged.discard(cluster_id)
+    def is_connected(self, name: str) -> bool:
+        return self.nodes[name].is_present and not self.last_seen(name).is_disconnected
+
+    def free_nodes(self, now_s: float, quarantine_s: float = QUARANTINE_S) -> tuple[str, ...]:
+        """Names of nodes that can be planned. Disconnected ones cannot: they would not get their assignment."""
+        free = (name for name, node in self.nodes.items() if node.is_free(now_s, quarantine_s))
+        return tuple(sorted(name for name in free if not self.last_seen(name).is_disconnected))
+
+    def idle_reason(self, name: str) -> str:
+        """Why a node has no assignment."""
+        node = self.nodes.get(name)
+        return node.reason if node is not None else "not connected yet"
+
+    def rejection_reason(self, name: str) -> str | None:
+        """Why a node with a certificate of this name is rejected; None if it is a member."""
+        member = self.members.get(name)
+        if member is None:
+            return f"{name} is not a member: join with a ticket"
+        return None if member.kick_reason is None else f"{name} was removed by the requester: {member.kick_reason}"
+
+    def is_training(self, cluster: str) -> bool:
+        record = self.clusters.get(cluster)
+        return record is not None and record.phase == "training"
+
+    def live_clusters(self) -> Iterator[ClusterRecord]:
+        """Clusters that are forming or training, the oldest first."""
+        return (cluster for cluster in self.clusters.values() if cluster.is_live)
+
+    @property
+    def ring_members(self) -> set[str]:
+        """Nodes that are in a ring."""
+        return self.rings.members if self.rings is not None else set()
+
+    def training_clusters(self) -> list[ClusterRecord]:
+        return [cluster for cluster in self.clusters.values() if cluster.phase == "training"]
+
+    def log(self, at_s: float, text: str) -> None:
+        self.recent_events.append((at_s, printable(text)))

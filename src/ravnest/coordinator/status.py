@@ -1,7 +1,7 @@
-"""Where a run stands: the one answer that `ravnest status` prints and a dashboard draws, as strict JSON.
+"""Status of a run, as strict JSON: the answer that `ravnest status` prints and a dashboard draws.
 
-A status is made of what the coordinator knows (`State`) and of what is only true at the moment (`Live`). It holds no
-token, and no text that could move a terminal.
+It combines the coordinator's state (`CoordinatorState`) with values of the moment (`RuntimeStatus`). It contains no
+token and no control characters.
 """
 
 from __future__ import annotations
@@ -12,29 +12,40 @@ from math import isfinite
 
 import msgspec
 
-from ..core.control import NodeProfile
-from ..core.metrics import StageMetrics, bubble
-from ..core.orders import Averaged
-from ..net.hub import PairStats
-from .decide import Wishes
-from .leases import Counts
-from .records import ClusterRecord, LinkRecord, NodeRecord, State
-from .sentences import plain
+from ravnest.coordinator.event_log import printable
+from ravnest.coordinator.policy.leases import LeaseCounts
+from ravnest.coordinator.policy.membership import MembershipPolicy
+from ravnest.coordinator.state import ClusterRecord, CoordinatorState, LinkRecord, NodeRecord
+from ravnest.core.metrics import StageMetrics, bubble
+from ravnest.protocol.commands import AverageReady
+from ravnest.protocol.control import NodeProfile
+from ravnest.transport.p2p.relay_server import PairStats
 
 __all__ = [
-    "AveragedStatus", "ClusterStatus", "CopyStatus", "EventStatus", "LeaseStatus", "LinkStatus", "Live", "NodeStatus",
-    "RefusalStatus", "RelayStatus", "StageStatus", "Status", "status_of",
-]  # fmt: skip
+    "AveragingStatus",
+    "ClusterStatus",
+    "EventStatus",
+    "LeaseStatus",
+    "LinkStatus",
+    "NodeStatus",
+    "RejectionStatus",
+    "RelayStatus",
+    "ReplicaStatus",
+    "RunStatus",
+    "RuntimeStatus",
+    "StageStatus",
+    "status_of",
+]
 
-_MOST_EVENTS = 100
+_MAX_EVENTS = 100
 
 
-class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A strict record, given by name."""
+class _Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A strict record with keyword fields."""
 
 
-class LinkStatus(_Part, frozen=True):
-    """A node's link to a peer: direct, punched or relayed, why not better, and what would make it better."""
+class LinkStatus(_Status, frozen=True):
+    """A node's link to a peer: direct, punched or relayed, why it is not a better one, and how to improve it."""
 
     peer: str
     how: str
@@ -42,8 +53,8 @@ class LinkStatus(_Part, frozen=True):
     hint: str
 
 
-class CopyStatus(_Part, frozen=True):
-    """A copy that a node keeps of what a stage had learnt, and how old it is."""
+class ReplicaStatus(_Status, frozen=True):
+    """A replica of a stage that a node holds, and its age."""
 
     cluster: str
     stage: int
@@ -51,29 +62,29 @@ class CopyStatus(_Part, frozen=True):
     age_s: float
 
 
-class NodeStatus(_Part, frozen=True):
-    """A member. `state` is free, forming, training, leaving, left out, gone, kicked or enrolled; `why` says why.
+class NodeStatus(_Status, frozen=True):
+    """A member. `state` is free, forming, training, leaving, quarantined, gone, kicked or enrolled.
 
-    `speed` is the share of what it measured that its stages showed it to have.
+    `speed_factor` is its speed as a multiple of what it measured; `last_seen_age_s` the seconds since its last message.
     """
 
     name: str
     state: str
-    why: str
+    reason: str
     profile: NodeProfile | None = None
     address: str = ""
-    doing: str = ""
-    heard_s_ago: float | None = None
+    activity: str = ""
+    last_seen_age_s: float | None = None
     cluster: str | None = None
     stage: int | None = None
     links: tuple[LinkStatus, ...] = ()
-    keeps: tuple[CopyStatus, ...] = ()
-    speed: float = 1.0
-    losses: int = 0
+    replicas: tuple[ReplicaStatus, ...] = ()
+    speed_factor: float = 1.0
+    num_losses: int = 0
 
 
-class StageStatus(_Part, frozen=True):
-    """A member of a cluster and what its stage has done; `bubble` is the part of its time without work."""
+class StageStatus(_Status, frozen=True):
+    """A member of a cluster and the work of its stage; `bubble` is the share of its time without work."""
 
     name: str
     stage: int
@@ -87,7 +98,7 @@ class StageStatus(_Part, frozen=True):
     received_bytes: int = 0
 
 
-class LeaseStatus(_Part, frozen=True):
+class LeaseStatus(_Status, frozen=True):
     """granted = settled + repeated + outstanding + returned"""
 
     granted: int
@@ -98,10 +109,10 @@ class LeaseStatus(_Part, frozen=True):
     waiting: int = 0
 
 
-class AveragedStatus(_Part, frozen=True):
-    """What the last round took a cluster: bytes of all its nodes, the time and the codec's error of the worst of them.
+class AveragingStatus(_Status, frozen=True):
+    """The last round of a cluster: bytes of all its nodes, and the largest time and codec error of any.
 
-    The error is what the codec lost at a node, and owes the next round, over the averages.
+    The codec error is the part of a node's values that the codec lost, relative to the averages; it is carried over.
     """
 
     round: int
@@ -111,49 +122,49 @@ class AveragedStatus(_Part, frozen=True):
     codec_error: float
 
 
-class ClusterStatus(_Part, frozen=True):
+class ClusterStatus(_Status, frozen=True):
     id: str
     phase: str
     generation: int
-    why: str
-    reason: str  # of the plan
+    reason: str  # of the phase
+    plan_reason: str
     stages: tuple[StageStatus, ...]
     cuts: tuple[int, ...]
     planned_samples_per_s: float
     samples_per_s: float | None
     loss: float | None
     leases: LeaseStatus
-    averaged: AveragedStatus | None = None  # None before the first round
+    averaging: AveragingStatus | None = None  # None before the first round
 
 
-class RelayStatus(_Part, frozen=True):
-    """What a pair has sent through the relay."""
+class RelayStatus(_Status, frozen=True):
+    """Traffic of a pair through the relay."""
 
     names: tuple[str, str]
     carried_bytes: int
     is_joined: bool
 
 
-class RefusalStatus(_Part, frozen=True):
+class RejectionStatus(_Status, frozen=True):
     at_s: float
     address: str
     reason: str
     count: int
 
 
-class EventStatus(_Part, frozen=True):
+class EventStatus(_Status, frozen=True):
     at_s: float
     text: str
 
 
-class Status(_Part, frozen=True):
-    """Times are unix times of the coordinator's clock; `now_s` is when the status was made."""
+class RunStatus(_Status, frozen=True):
+    """Times are unix times of the coordinator's clock; `now_s` is that of the status."""
 
     run: str
     release: str
     now_s: float
     uptime_s: float
-    ended: str | None
+    end_reason: str | None
     steps_done: int
     steps: int | None
     generation: int
@@ -161,130 +172,133 @@ class Status(_Part, frozen=True):
     clusters: tuple[ClusterStatus, ...]
     leases: LeaseStatus
     relay: tuple[RelayStatus, ...]
-    refused: int
-    refusals: tuple[RefusalStatus, ...]
-    events: tuple[EventStatus, ...]  # the latest last
+    num_rejected: int
+    rejections: tuple[RejectionStatus, ...]
+    events: tuple[EventStatus, ...]  # the newest last
 
 
 @dataclass(frozen=True, kw_only=True)
-class Live:
-    """What is true at the moment: the latest metrics by cluster and stage, losses and rates by cluster, the relay.
+class RuntimeStatus:
+    """Values of the moment: metrics by cluster and stage, losses and rates by cluster, relay traffic.
 
-    `averaged` is what each node told last of a round.
+    `averages` are the last averaging reports by node.
     """
 
     metrics: Mapping[tuple[str, int], StageMetrics] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
     samples_per_s: Mapping[str, float] = field(default_factory=dict)
-    averaged: Mapping[str, Averaged] = field(default_factory=dict)
+    averages: Mapping[str, AverageReady] = field(default_factory=dict)
     relay: Sequence[PairStats] = ()
-    wishes: Wishes = field(default_factory=Wishes)
+    policy: MembershipPolicy = field(default_factory=MembershipPolicy)
 
 
-def status_of(state: State, now_s: float, live: Live) -> Status:
+def status_of(state: CoordinatorState, now_s: float, runtime: RuntimeStatus) -> RunStatus:
     names = sorted(state.members.keys() | state.nodes.keys())
-    return Status(
+    return RunStatus(
         run=state.run,
         release=state.release,
         now_s=now_s,
-        uptime_s=max(now_s - state.begun_s, 0.0) if state.run else 0.0,
-        ended=state.ended,
+        uptime_s=max(now_s - state.started_s, 0.0) if state.run else 0.0,
+        end_reason=state.end_reason,
         steps_done=state.leases.counts.settled,
         steps=state.steps,
         generation=state.generation,
-        nodes=tuple(_node(state, name, now_s, live.wishes) for name in names),
-        clusters=tuple(_cluster(state, cluster, live) for cluster in state.clusters.values()),
+        nodes=tuple(_node(state, name, now_s, runtime.policy) for name in names),
+        clusters=tuple(_cluster(state, cluster, runtime) for cluster in state.clusters.values()),
         leases=_leases(state.leases.counts, len(state.leases.waiting)),
-        relay=tuple(_relayed(pair) for pair in live.relay),
-        refused=state.counters.refused,
-        refusals=tuple(
-            RefusalStatus(at_s=seen.at_s, address=plain(seen.address), reason=plain(seen.reason), count=seen.count)
-            for seen in state.refusals
+        relay=tuple(_relay(pair) for pair in runtime.relay),
+        num_rejected=state.counters.rejected,
+        rejections=tuple(
+            RejectionStatus(
+                at_s=one.at_s, address=printable(one.address), reason=printable(one.reason), count=one.count
+            )
+            for one in state.rejections
         ),
-        events=tuple(EventStatus(at_s=at_s, text=text) for at_s, text in list(state.words)[-_MOST_EVENTS:]),
+        events=tuple(EventStatus(at_s=at_s, text=text) for at_s, text in list(state.recent_events)[-_MAX_EVENTS:]),
     )
 
 
-def _node(state: State, name: str, now_s: float, wishes: Wishes) -> NodeStatus:
+def _node(state: CoordinatorState, name: str, now_s: float, policy: MembershipPolicy) -> NodeStatus:
     node = state.nodes.get(name)
-    kicked = state.members[name].kicked if name in state.members else None
+    kicked = state.members[name].kick_reason if name in state.members else None
     if node is None:
-        why = "it has not connected yet" if kicked is None else kicked
-        return NodeStatus(name=name, state="enrolled" if kicked is None else "kicked", why=plain(why))
-    heard = state.last_heard(name)
+        reason = "not connected yet" if kicked is None else kicked
+        return NodeStatus(name=name, state="enrolled" if kicked is None else "kicked", reason=printable(reason))
+    seen = state.last_seen(name)
     cluster = state.clusters.get(node.cluster or "")
-    standing, why = _standing(node, cluster, kicked, now_s, wishes)
+    node_state, reason = _node_state(node, cluster, kicked, now_s, policy)
     return NodeStatus(
         name=name,
-        state=standing,
-        why=plain(why),
+        state=node_state,
+        reason=printable(reason),
         profile=node.profile,
-        address=plain(node.address),
-        doing=plain(heard.doing) if node.is_present else "",
-        heard_s_ago=max(now_s - heard.at_s, 0.0),
+        address=printable(node.address),
+        activity=printable(seen.activity) if node.is_present else "",
+        last_seen_age_s=max(now_s - seen.at_s, 0.0),
         cluster=node.cluster,
         stage=cluster.plan.members.index(name) if cluster is not None else None,
         links=_links(name, cluster.links) if cluster is not None else (),
-        keeps=tuple(
-            CopyStatus(kept.copy.cluster, kept.copy.stage, kept.copy.updates, max(now_s - kept.at_s, 0.0))
-            for kept in node.copies
+        replicas=tuple(
+            ReplicaStatus(held.replica.cluster, held.replica.stage, held.replica.updates, max(now_s - held.at_s, 0.0))
+            for held in node.replicas
         ),
-        speed=node.speed * state.pace,
-        losses=node.losses,
+        speed_factor=node.speed_factor * state.fleet_speed_factor,
+        num_losses=node.num_losses,
     )
 
 
-def _standing(
-    node: NodeRecord, cluster: ClusterRecord | None, kicked: str | None, now_s: float, wishes: Wishes
+def _node_state(
+    node: NodeRecord, cluster: ClusterRecord | None, kicked: str | None, now_s: float, policy: MembershipPolicy
 ) -> tuple[str, str]:
-    """A node's state in a word or two, and why."""
+    """The state of a node, and why."""
     if kicked is not None:
         return "kicked", kicked
     if not node.is_present:
-        return "gone", node.why
+        return "gone", node.reason
     if node.leaving_s is not None:
-        return "leaving", node.why
+        return "leaving", node.reason
     if cluster is not None:
-        return cluster.phase, node.why
-    if node.blamed_s is not None and node.is_blamed(now_s, wishes.blame_s):
-        return "left out", f"for another {node.blamed_s + wishes.blame_s - now_s:.0f} s: {node.blame}"
-    return "free", node.why
+        return cluster.phase, node.reason
+    if node.quarantined_s is not None and node.is_quarantined(now_s, policy.quarantine_s):
+        left_s = node.quarantined_s + policy.quarantine_s - now_s
+        return "quarantined", f"for another {left_s:.0f} s: {node.quarantine_reason}"
+    return "free", node.reason
 
 
 def _links(name: str, links: Mapping[tuple[str, str], LinkRecord]) -> tuple[LinkStatus, ...]:
-    """What a node told of its own links."""
+    """Links that a node reported."""
     return tuple(
-        LinkStatus(peer=b, how=plain(link.how), reason=plain(link.reason), hint=plain(link.hint))
+        LinkStatus(peer=b, how=printable(link.how), reason=printable(link.reason), hint=printable(link.hint))
         for (a, b), link in sorted(links.items(), key=lambda item: item[0])
         if a == name
     )
 
 
-def _cluster(state: State, cluster: ClusterRecord, live: Live) -> ClusterStatus:
+def _cluster(state: CoordinatorState, cluster: ClusterRecord, runtime: RuntimeStatus) -> ClusterStatus:
     plan = cluster.plan
     return ClusterStatus(
         id=plan.id,
         phase=cluster.phase,
         generation=plan.generation,
-        why=plain(cluster.why),
-        reason=plain(plan.reason),
-        stages=tuple(_stage(cluster, stage, live) for stage in range(len(plan.members))),
+        reason=printable(cluster.reason),
+        plan_reason=printable(plan.reason),
+        stages=tuple(_stage(cluster, stage, runtime) for stage in range(len(plan.members))),
         cuts=plan.cuts,
         planned_samples_per_s=plan.samples_per_s,
-        samples_per_s=live.samples_per_s.get(plan.id),
-        loss=live.losses.get(plan.id),
-        leases=_leases(state.leases.of(plan.id)),
-        averaged=_averaged([live.averaged[name] for name in plan.members if name in live.averaged]),
+        samples_per_s=runtime.samples_per_s.get(plan.id),
+        loss=runtime.losses.get(plan.id),
+        leases=_leases(state.leases.counts_of(plan.id)),
+        averaging=_averaging([runtime.averages[name] for name in plan.members if name in runtime.averages]),
     )
 
 
-def _averaged(told: Sequence[Averaged]) -> AveragedStatus | None:
-    """Of the latest round that any of them told of. A node may say anything."""
-    number = max((one.round for one in told), default=None)
+def _averaging(reports: Sequence[AverageReady]) -> AveragingStatus | None:
+    """The latest round in these reports. Values come from nodes, and may be anything."""
+    number = max((one.round for one in reports), default=None)
     if number is None:
         return None
-    latest = [one for one in told if one.round == number]
-    return AveragedStatus(
+    latest = [one for one in reports if one.round == number]
+    return AveragingStatus(
         round=number,
         seconds=max((one.seconds for one in latest if isfinite(one.seconds)), default=0.0),
         sent_bytes=sum(max(one.sent_bytes, 0) for one in latest),
@@ -293,27 +307,27 @@ def _averaged(told: Sequence[Averaged]) -> AveragedStatus | None:
     )
 
 
-def _stage(cluster: ClusterRecord, stage: int, live: Live) -> StageStatus:
+def _stage(cluster: ClusterRecord, stage: int, runtime: RuntimeStatus) -> StageStatus:
     name = cluster.plan.members[stage]
-    done = live.metrics.get((cluster.plan.id, stage), StageMetrics())
-    idle = bubble(StageMetrics(), done)
+    metrics = runtime.metrics.get((cluster.plan.id, stage), StageMetrics())
+    idle = bubble(StageMetrics(), metrics)
     return StageStatus(
         name=name,
         stage=stage,
         is_ready=name in cluster.ready,
-        updates=done.updates,
-        microbatches=done.microbatches,
-        bubble=idle if isfinite(idle) else 0.0,  # a node may say anything
-        memory_bytes=done.memory_bytes,
-        peak_memory_bytes=done.peak_memory_bytes,
-        sent_bytes=done.sent_bytes,
-        received_bytes=done.received_bytes,
+        updates=metrics.updates,
+        microbatches=metrics.microbatches,
+        bubble=idle if isfinite(idle) else 0.0,  # reported by a node: may be anything
+        memory_bytes=metrics.memory_bytes,
+        peak_memory_bytes=metrics.peak_memory_bytes,
+        sent_bytes=metrics.sent_bytes,
+        received_bytes=metrics.received_bytes,
     )
 
 
-def _leases(counts: Counts, waiting: int = 0) -> LeaseStatus:
+def _leases(counts: LeaseCounts, waiting: int = 0) -> LeaseStatus:
     return LeaseStatus(**msgspec.structs.asdict(counts), waiting=waiting)
 
 
-def _relayed(pair: PairStats) -> RelayStatus:
+def _relay(pair: PairStats) -> RelayStatus:
     return RelayStatus(names=pair.names, carried_bytes=sum(pair.carried_bytes), is_joined=pair.is_joined)

@@ -1,1 +1,1 @@
-"""What everything stands on: ids, configuration, errors, clock. Imports nothing of ours."""
+"""Foundation modules without dependencies on the rest of Ravnest: schedule, metrics, clock, host, ids, units."""

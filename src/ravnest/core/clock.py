@@ -1,15 +1,19 @@
-"""Time as a value that is passed in, so that decisions can be replayed and tested without waiting."""
+"""Clocks that are passed in, so that decisions can be replayed and tested without waiting, and deadlines.
+
+A `Deadline` is a timeout as a fixed point in time: an operation made of many waits still ends in time.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "ManualClock", "SystemClock"]
+__all__ = ["Clock", "Deadline", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Seconds that only go forward; the zero is arbitrary."""
+    """Monotonic seconds with an arbitrary zero."""
 
     def now_s(self) -> float: ...
 
@@ -21,16 +25,22 @@ class SystemClock:
         return time.monotonic()
 
 
-class ManualClock:
-    """A clock that moves when told to."""
+class Deadline:
+    """The time `seconds` from now, on the machine's monotonic clock (the one the kernel waits by)."""
 
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
+    def __init__(self, seconds: float) -> None:
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"seconds of a deadline must be finite and >= 0, got {seconds}")
+        self.seconds = seconds
+        self._until_s = time.monotonic() + seconds
 
-    def now_s(self) -> float:
-        return self._now_s
+    def left_s(self) -> float:
+        """Remaining seconds; 0 once the deadline has passed."""
+        return max(0.0, self._until_s - time.monotonic())
 
-    def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"a clock does not go back: advance({seconds})")
-        self._now_s += seconds
+    def passed(self) -> bool:
+        return self.left_s() == 0.0
+
+    def restart(self) -> None:
+        """Move the deadline to `seconds` from now."""
+        self._until_s = time.monotonic() + self.seconds

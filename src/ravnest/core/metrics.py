@@ -1,4 +1,4 @@
-"""What a stage has done and waited for: sums that only grow, so that any two reports give the rate between them."""
+"""Metrics of a stage: cumulative counters, so that the difference of any two reports gives the rate between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["StageMetrics", "bubble"]
 
 
 class StageMetrics(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A stage's account at one moment. `idle_s` counts only after the first update: filling the pipe is no bubble."""
+    """A stage's counters at one time. `idle_s` starts after the first update: filling the pipeline is not a bubble."""
 
     stage: int = 0
     updates: int = 0
@@ -16,7 +16,7 @@ class StageMetrics(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     busy_s: float = 0.0
     idle_s: float = 0.0
     step_s: float = 0.0
-    steady_busy_s: float = 0.0  # of busy_s, what came after the first update
+    steady_busy_s: float = 0.0  # the part of busy_s after the first update
     in_flight: int = 0
     queued: int = 0
     sending: int = 0
@@ -29,6 +29,6 @@ class StageMetrics(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 def bubble(before: StageMetrics, after: StageMetrics) -> float:
-    """The part of the time between two reports in which the stage had nothing to do."""
+    """The fraction of the time between two reports in which the stage was idle."""
     busy, idle = after.steady_busy_s - before.steady_busy_s, after.idle_s - before.idle_s
     return idle / (busy + idle) if busy + idle > 0 else 0.0

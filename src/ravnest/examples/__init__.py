@@ -1,1 +1,1 @@
-"""Small real trainings that run offline."""
+"""Small complete training jobs that run offline."""

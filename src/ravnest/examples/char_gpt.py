@@ -1,4 +1,4 @@
-"""A small GPT learns to write Python from the source of the standard library, and shows what it writes.
+"""Train a small GPT on the source of Python's standard library, and print a sample of its output.
 
 ravnest train char_gpt.py --local 3 --steps 300
 """
@@ -23,8 +23,8 @@ _split = len(_text) * 9 // 10
 TEXT, HELD_OUT_TEXT = _text[:_split], _text[_split:]
 
 
-class Windows:
-    """Random windows of a text; each iteration begins with the same ones."""
+class TextWindows:
+    """Random windows of a text; every iteration yields the same sequence."""
 
     def __init__(self, text: Tensor, seed: int, size: int = BATCH) -> None:
         self.text, self.seed, self.size = text, seed, size
@@ -36,16 +36,16 @@ class Windows:
 job = ravnest.Job(
     model=lambda: GPT(CONFIG),
     loss=next_token_loss,
-    optimizer=ravnest.AdamW(2e-3, schedule=ravnest.constant(warmup_steps=20)),
-    data=Windows(TEXT, seed=0),
-    validation=Windows(HELD_OUT_TEXT, seed=1),
+    optimizer=ravnest.AdamW(2e-3, schedule=ravnest.lr.constant(warmup_steps=20)),
+    data=TextWindows(TEXT, seed=0),
+    validation=TextWindows(HELD_OUT_TEXT, seed=1),
     name="char_gpt",
-    training=ravnest.Training(steps=300, on="local:3"),
+    config=ravnest.TrainingConfig(steps=300, on="local:3"),
 )
 
 
 def write(weights: Mapping[str, Tensor], prompt: str = "def ", length: int = 200) -> str:
-    """A text that the trained model writes."""
+    """Sample a text from the trained model."""
     model = GPT(CONFIG).eval()
     model.load_state_dict(dict(weights))
     ids = torch.tensor([list(prompt.encode())])
@@ -58,5 +58,5 @@ def write(weights: Mapping[str, Tensor], prompt: str = "def ", length: int = 200
 
 
 def after(run: ravnest.Run) -> str:
-    """What `ravnest train` prints at the end."""
+    """Text that `ravnest train` prints at the end."""
     return write(run.state_dict())

@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch, as a user would write it: nothing in it knows of Ravnest."""
+"""A small GPT in plain PyTorch, as a user would write it, without any use of Ravnest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small GPT learns to sort: it reads six digits and writes them in order.
+"""Train a small GPT to sort: it reads six digits and outputs them in order.
 
 ravnest train sorter.py --local 2 --steps 600
 """
@@ -19,7 +19,7 @@ CONFIG = GPTConfig(vocab=DIGITS, context=2 * LENGTH - 1, layers=3, width=48, hea
 
 
 class Lists:
-    """Endless lists of digits, each followed by itself sorted; what comes before the sorted part is not asked for."""
+    """Endless lists of digits, each followed by its sorted form; only the sorted form counts in the loss."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -28,10 +28,10 @@ class Lists:
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             numbers = torch.randint(0, DIGITS, (BATCH, LENGTH), generator=generator)
-            whole = torch.cat([numbers, numbers.sort(1).values], 1)
-            targets = whole[:, 1:].clone()
+            sequence = torch.cat([numbers, numbers.sort(1).values], 1)
+            targets = sequence[:, 1:].clone()
             targets[:, : LENGTH - 1] = -100
-            yield whole[:, :-1], targets
+            yield sequence[:, :-1], targets
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def sort(weights: Mapping[str, Tensor], numbers: list[int]) -> list[int]:
-    """Have the trained model sort."""
+    """Sort `numbers` with the trained model."""
     model = GPT(CONFIG).eval()
     model.load_state_dict(dict(weights))
     ids = torch.tensor([numbers])
@@ -52,11 +52,11 @@ def sort(weights: Mapping[str, Tensor], numbers: list[int]) -> list[int]:
 job = ravnest.Job(
     model=lambda: GPT(CONFIG),
     loss=loss,
-    optimizer=ravnest.AdamW(2e-3, schedule=ravnest.constant(warmup_steps=20)),
+    optimizer=ravnest.AdamW(2e-3, schedule=ravnest.lr.constant(warmup_steps=20)),
     data=Lists(seed=0),
     validation=Lists(seed=1),
     name="sorter",
-    training=ravnest.Training(steps=600, on="local:2"),
+    config=ravnest.TrainingConfig(steps=600, on="local:2"),
 )
 
 

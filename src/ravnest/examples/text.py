@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of Python's standard library, read as bytes."""
+"""Text that exists on every machine: the source of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["batches", "decode", "library_text"]
 
 
 def library_text(limit_bytes: int = 2_000_000) -> Tensor:
-    """The first bytes of the standard library's modules, in the order of their names."""
+    """The first `limit_bytes` bytes of the standard library's modules, in order of their names."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):

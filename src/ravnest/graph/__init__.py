@@ -1,59 +1,57 @@
-"""A model as data: trace it with its loss, cut it anywhere, ship the parts without code.
+"""Models as data: trace a model with its loss, cut it anywhere, send the stages without code.
 
-    program = trace(model, loss, example_batch)      one flat list of aten calls
-    costs = measure_costs(program, batch=8)          FLOPs, bytes kept, bytes over every cut
-    stages = split(program, cuts)                    what each node gets
-    stage = load(dump(stages[0]))                    over the wire: JSON, checked, never code
+    program = trace(model, loss, example_batch)      a flat list of aten calls
+    costs = measure_costs(program, batch=8)          FLOPs, saved bytes, bytes over every cut
+    stages = split(program, cuts)                    one stage per node
+    stage = load(dump(stages[0]))                    JSON, validated, never code
     weights = initialise(stage, seed)                or read_weights(stage, file)
-    tape = Tape(Runner(stage), weights, inputs)      forward; tape.backward(gradients)
+    tape = Tape(Interpreter(stage), weights, inputs) forward; tape.backward(gradients)
 
-A node that only runs stages does not import what tracing needs: names are looked up when they are used.
+Names are imported on first use: a node that only runs stages does not import the tracer.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batch import Feed
-    from .costs import Costs, CutCost, OpCost, SavedStorage, measure_costs
-    from .cut import Cutter, legal_cuts, split
-    from .limits import Limits
-    from .ops import ALLOWED, FAMILIES, Family
-    from .program import Init, Op, Program, Stage, State, Value
-    from .run import Runner
-    from .tape import Tape
-    from .tracing import trace
-    from .weights import WeightsWriter, initialise, read_weights, stage_weights, write_weights
-    from .wire import dump, load
+    from ravnest.graph.batch import BatchLayout
+    from ravnest.graph.costs import Costs, CutCost, OpCost, SavedStorage, measure_costs
+    from ravnest.graph.cut import Cutter, legal_cuts, split
+    from ravnest.graph.interpreter import Interpreter, Tape
+    from ravnest.graph.limits import StageLimits
+    from ravnest.graph.ops import ALLOWED, FAMILIES, Family
+    from ravnest.graph.program import Init, Op, Program, Stage, StateSpec, Value
+    from ravnest.graph.serialization import dump, load
+    from ravnest.graph.tracer import trace
+    from ravnest.graph.weights import WeightsWriter, initialise, read_weights, stage_weights, write_weights
 
 __all__ = [
-    "trace", "Program", "Feed",
+    "trace", "Program", "BatchLayout",
     "measure_costs", "Costs", "CutCost", "OpCost", "SavedStorage",
-    "split", "legal_cuts", "Cutter", "Stage", "State", "Value", "Op", "Init",
-    "dump", "load", "Limits", "ALLOWED", "FAMILIES", "Family",
+    "split", "legal_cuts", "Cutter", "Stage", "StateSpec", "Value", "Op", "Init",
+    "dump", "load", "StageLimits", "ALLOWED", "FAMILIES", "Family",
     "initialise", "read_weights", "stage_weights", "write_weights", "WeightsWriter",
-    "Runner", "Tape",
+    "Interpreter", "Tape",
 ]  # fmt: skip
 
-_HOMES = {
-    "batch": ("Feed",),
+_MODULES = {
+    "batch": ("BatchLayout",),
     "costs": ("Costs", "CutCost", "OpCost", "SavedStorage", "measure_costs"),
-    "limits": ("Limits",),
+    "limits": ("StageLimits",),
     "ops": ("ALLOWED", "FAMILIES", "Family"),
-    "program": ("Init", "Op", "Program", "Stage", "State", "Value"),
-    "run": ("Runner",),
+    "program": ("Init", "Op", "Program", "Stage", "StateSpec", "Value"),
+    "interpreter": ("Interpreter", "Tape"),
     "cut": ("Cutter", "legal_cuts", "split"),
-    "tape": ("Tape",),
-    "tracing": ("trace",),
+    "tracer": ("trace",),
     "weights": ("WeightsWriter", "initialise", "read_weights", "stage_weights", "write_weights"),
-    "wire": ("dump", "load"),
+    "serialization": ("dump", "load"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     globals()[name] = value
     return value

@@ -1,8 +1,8 @@
-"""A batch as the user gives it, and the flat list of named tensors that a program takes.
+"""Conversion of a user's batch to the flat list of named tensors that a program takes.
 
 A batch is `(inputs, targets)`. `inputs` is a tensor, a tuple (positional arguments) or a mapping (keyword
-arguments); `targets` is whatever the loss takes. Without a loss a batch is the inputs alone. Everything in it
-that is not a tensor is part of the program and must stay as it was.
+arguments); `targets` is passed to the loss. Without a loss a batch is the inputs alone. Everything in it that is not
+a tensor is a constant of the program and must be the same in every batch.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .program import Value, dtype_name, resolve_dim
+from ravnest.graph.program import Value, dtype_name, resolve_dim
 
-__all__ = ["Feed", "flatten", "unflatten"]
+__all__ = ["BatchLayout", "flatten", "unflatten"]
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of the n-th tensor in a batch's structure."""
+    """Placeholder of the n-th tensor in a batch's structure."""
 
     index: int
 
 
 def flatten(batch: Any, path: str) -> tuple[Any, list[tuple[str, Tensor]]]:
-    """The batch's structure with numbered slots, and its tensors with their paths, in order."""
+    """Split a batch into its structure with numbered slots and its tensors with their paths, in order."""
     leaves: list[tuple[str, Tensor]] = []
 
     def walk(node: Any, path: str) -> Any:
@@ -41,7 +41,7 @@ def flatten(batch: Any, path: str) -> tuple[Any, list[tuple[str, Tensor]]]:
         if node is None or isinstance(node, bool | int | float | str):
             return node
         raise ValueError(
-            f"{path} of the batch is a {type(node).__name__}: a batch holds tensors, numbers, strings, "
+            f"{path} of the batch is a {type(node).__name__}: a batch contains tensors, numbers, strings, "
             "and tuples, lists and dicts of them"
         )
 
@@ -49,7 +49,7 @@ def flatten(batch: Any, path: str) -> tuple[Any, list[tuple[str, Tensor]]]:
 
 
 def unflatten(structure: Any, leaves: Sequence[Tensor]) -> Any:
-    """Put tensors back into their slots."""
+    """Put tensors into the slots of a structure."""
     if isinstance(structure, _Slot):
         return leaves[structure.index]
     if isinstance(structure, dict):
@@ -69,8 +69,8 @@ def _problems(leaves: Sequence[tuple[str, Tensor]], values: Sequence[Value], bat
 
 
 @dataclass(frozen=True)
-class Feed:
-    """Turns the user's batches into the program's inputs, and refuses those it was not traced for."""
+class BatchLayout:
+    """Turns the user's batches into the program's inputs, and rejects those it was not traced for."""
 
     structure: Any
     has_targets: bool
@@ -84,16 +84,13 @@ class Feed:
         return 1
 
     def __call__(self, batch: Any) -> list[Tensor]:
-        """The batch's tensors in the program's order; `ValueError` if they do not fit."""
-        structure, leaves = flatten(self.pair(batch), "batch")
+        """The batch's tensors in the program's order; `ValueError` if they do not match."""
+        structure, leaves = flatten(split_batch(batch, self.has_targets), "batch")
         if structure != self.structure:
-            raise ValueError(f"the batch is built differently than the one that was traced: {structure}")
+            raise ValueError(f"the structure of the batch differs from the traced one: {structure}")
         if problems := list(_problems(leaves, self.values, self.batch_size(leaves))):
-            raise ValueError("; ".join(problems) + ". Give every batch the same shapes but for its size")
+            raise ValueError("; ".join(problems) + ". All batches must have the same shapes except for the batch size")
         return [tensor for _, tensor in leaves]
-
-    def pair(self, batch: Any) -> dict[str, Any]:
-        return split_batch(batch, self.has_targets)
 
 
 def split_batch(batch: Any, has_targets: bool) -> dict[str, Any]:
@@ -109,7 +106,7 @@ def split_batch(batch: Any, has_targets: bool) -> dict[str, Any]:
 
 
 def input_name(path: str, taken: set[str]) -> str:
-    """`batch.inputs.input_ids` -> `inputs.input_ids`, made of safe letters and not yet taken."""
+    """`batch.inputs.input_ids` -> `inputs.input_ids`, restricted to safe characters and made unique."""
     name = "".join(c if (c.isalnum() and c.isascii()) or c in "._" else "_" for c in path.removeprefix("batch."))
     while name in taken:
         name += "_"
@@ -118,7 +115,7 @@ def input_name(path: str, taken: set[str]) -> str:
 
 
 def example_tensors(leaves: Sequence[tuple[str, Tensor]], batch: int) -> list[Tensor]:
-    """Empty tensors like the batch's own, but with `batch` samples where it has its batch size."""
+    """Empty tensors like the batch's, with `batch` samples where the first dimension is the batch size."""
     size = batch_size_of(leaves)
     return [
         torch.empty((batch, *t.shape[1:]) if t.dim() and t.shape[0] == size else t.shape, dtype=t.dtype)
@@ -131,4 +128,4 @@ def batch_size_of(leaves: Sequence[tuple[str, Tensor]]) -> int:
     for _, tensor in leaves:
         if tensor.dim():
             return int(tensor.shape[0])
-    raise ValueError("the batch holds no tensor with a batch dimension")
+    raise ValueError("the batch contains no tensor with a batch dimension")

@@ -1,8 +1,8 @@
-"""What each op costs: found by running the program once on fake tensors, at one microbatch size.
+"""Costs of every op: FLOPs and bytes, counted by running the program once on fake tensors at one microbatch size.
 
-FLOPs are counted by torch's own counter, forward and backward; an op that it does not know counts one operation
-per element of its results. What backward needs is seen by hooking what autograd saves: a storage saved by
-several ops is kept once, so the bytes of a stretch of ops are those of the storages that any of them saves.
+FLOPs are counted by torch's own counter, forward and backward; an op unknown to it counts one operation per element
+of its results. Saved bytes are found by hooking the tensors that autograd saves: a storage saved by several ops is kept
+once, so the bytes of a range of ops are those of the storages that any of them saves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from .cut import Cutter
-from .infer import fake_inputs, fake_state
-from .ops import ALLOWED
-from .program import Program, num_bytes, refs
-from .run import run_op
+from ravnest.graph.cut import Cutter
+from ravnest.graph.interpreter import run_op
+from ravnest.graph.ops import ALLOWED
+from ravnest.graph.program import Program, num_bytes, refs, storage_id
+from ravnest.graph.shapes import fake_inputs, fake_state
 
 __all__ = ["Costs", "CutCost", "OpCost", "SavedStorage", "measure_costs"]
 
@@ -33,7 +33,7 @@ class OpCost:
     forward_flops: int
     backward_flops: int
     result_bytes: int
-    parameter_bytes: int  # of the parameters that this op is the first to read
+    parameter_bytes: int  # of parameters first read by this op
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CutCost:
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """Memory that backward needs, and the ops that save it."""
+    """A storage that backward needs, and the ops that save it."""
 
     num_bytes: int
     ops: tuple[int, ...]
@@ -68,7 +68,7 @@ class Costs:
         return sum(op.parameter_bytes for op in self.ops[start:stop])
 
     def saved_bytes(self, start: int, stop: int) -> int:
-        """What a stage of ops `start` to `stop` keeps per microbatch until its backward."""
+        """Bytes that a stage of ops `start` to `stop` saves per microbatch until its backward."""
         return sum(s.num_bytes for s in self.saved if any(start <= i < stop for i in s.ops))
 
 
@@ -87,17 +87,17 @@ def _cut_cost(cutter: Cutter, cut: int, batch: int) -> CutCost:
 
 
 class _Meter:
-    """Runs the program op by op and watches."""
+    """Runs the program op by op and records FLOPs, results and saved storages."""
 
     def __init__(self, program: Program, batch: int) -> None:
         self.program = program
         state = fake_state(program.state)
         self.env: dict[str, Any] = {s.name: state[s.target] for s in program.state}
         self.env.update(zip((v.name for v in program.inputs), fake_inputs(program.inputs, batch), strict=True))
-        self.unread = {s.name: s.num_bytes for s in program.state if s.kind == "parameter"}
-        self.state_storages = {_storage(t) for t in state.values()}
+        self.unread_bytes = {s.name: s.num_bytes for s in program.state if s.kind == "parameter"}
+        self.state_storages = {storage_id(t) for t in state.values()}
         self.saved: dict[int, tuple[int, list[int]]] = {}
-        self.alive: list[Any] = []  # so that no storage's address is used twice
+        self.alive: list[Any] = []  # keeps storage addresses unique
 
     def run(self) -> tuple[tuple[OpCost, ...], tuple[SavedStorage, ...]]:
         with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
@@ -107,28 +107,28 @@ class _Meter:
     def _op(self, i: int, counter: FlopCounterMode) -> OpCost:
         op = self.program.ops[i]
         before = counter.get_total_flops()
-        alone = {n: _cut_off(self.env[n]) for n in refs(op)}
-        read = list(alone.values())
-        writes = ALLOWED.get(op.op) == "writes"  # autograd allows no write to a tensor that was cut off
+        detached = {n: _detached(self.env[n]) for n in refs(op)}
+        read = list(detached.values())
+        writes = ALLOWED.get(op.op) == "writes"  # autograd rejects writes to a leaf
         hooks = torch.autograd.graph.saved_tensors_hooks(self._saver(i), lambda tensor: tensor)
         with hooks, torch.no_grad() if writes else nullcontext():
-            run_op(op, alone, _CPU)
+            run_op(op, detached, _CPU)
         after = counter.get_total_flops()
-        made = [alone[o] for o in op.outs if o]
-        self.env.update((o, alone[o]) for o in op.outs if o)
-        trained = _backward(made, read)
+        results = [detached[o] for o in op.outs if o]
+        self.env.update((o, detached[o]) for o in op.outs if o)
+        has_backward = _backward(results, read)
         backward = counter.get_total_flops() - after
-        elements = _elements(op.op, made)
+        elements = _elements(op.op, results)
         return OpCost(
             forward_flops=(after - before) or elements,
-            backward_flops=(backward or elements) if trained else 0,
-            result_bytes=sum(t.numel() * t.element_size() for t in made if isinstance(t, Tensor)),
-            parameter_bytes=sum(self.unread.pop(n, 0) for n in refs(op)),
+            backward_flops=(backward or elements) if has_backward else 0,
+            result_bytes=sum(t.numel() * t.element_size() for t in results if isinstance(t, Tensor)),
+            parameter_bytes=sum(self.unread_bytes.pop(n, 0) for n in refs(op)),
         )
 
     def _saver(self, i: int) -> Callable[[Tensor], Tensor]:
         def save(tensor: Tensor) -> Tensor:
-            storage = _storage(tensor)
+            storage = storage_id(tensor)
             if storage not in self.state_storages:
                 users = self.saved.setdefault(storage, (tensor.untyped_storage().nbytes(), []))[1]
                 self.alive.append(tensor)
@@ -139,14 +139,14 @@ class _Meter:
         return save
 
 
-def _cut_off(value: Any) -> Any:
-    """The same tensor without its history, so that an op's backward is its own alone."""
+def _detached(value: Any) -> Any:
+    """The tensor without its autograd history, so that a backward covers this op only."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _backward(made: Iterable[Any], read: Iterable[Any]) -> bool:
-    """Run one op's backward, so that its work is counted; whether there is any."""
-    outputs = [t for t in made if isinstance(t, Tensor) and t.requires_grad]
+def _backward(results: Iterable[Any], read: Iterable[Any]) -> bool:
+    """Run the backward of one op under the FLOP counter; whether there is one."""
+    outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
     inputs = [t for t in read if isinstance(t, Tensor) and t.requires_grad]
     if outputs and inputs:
         gradients = [torch.ones_like(t) for t in outputs]
@@ -154,18 +154,14 @@ def _backward(made: Iterable[Any], read: Iterable[Any]) -> bool:
     return bool(outputs and inputs)
 
 
-def _elements(name: str, made: Iterable[Any]) -> int:
+def _elements(name: str, results: Iterable[Any]) -> int:
     if ALLOWED.get(name, "views") == "views":
         return 0
-    return sum(t.numel() for t in made if isinstance(t, Tensor))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return sum(t.numel() for t in results if isinstance(t, Tensor))
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Two products for every pair of positions: q k^T and scores v."""
+    """Two products for each pair of positions: q k^T and scores v."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[2] * (width + value[3])
 
@@ -175,7 +171,7 @@ def _forward_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: A
 
 
 def _backward_attention(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return 5 * _attention_flops(query, key, value) // 2  # the scores again, and two products for each of the two
+    return 5 * _attention_flops(query, key, value) // 2  # recomputed scores, and two products for each of the two
 
 
 _CPU_ATTENTION = {

@@ -1,13 +1,13 @@
-"""Cut a program into stages at any op index.
+"""Cutting a program into stages at any op index.
 
-A value made before a cut and read after it crosses the cut; one that skips a stage is relayed through it. So at
-cut c cross exactly the values v with  made(v) < c <= last_read(v).  Three things cross in another form:
+A value made before a cut and read after it crosses the cut; one that skips a stage is relayed through it. The values
+v that cross cut c are therefore those with  made(v) < c <= last_read(v).  Three exceptions:
 
-- A tied parameter belongs to the first stage that reads it; later stages borrow it (`State.owner`): its values
-  come forward and its gradients go back once per update, not once per microbatch.
-- A constant buffer is given to every stage that reads it.
-- A value that needs no gradient and is cheaply made from less than its own size (an attention mask, rotary
-  angles) is not sent: its ops are repeated where it is needed, and what it is made of crosses instead.
+- A tied parameter belongs to the first stage that reads it; later stages borrow it (`StateSpec.owner`): its values
+  go forward and its gradients go back once per update, not once per microbatch.
+- A constant buffer is part of every stage that reads it.
+- A value without gradient that is cheap to compute from smaller values (an attention mask, rotary angles) is
+  rematerialized: the stage that reads it repeats its ops, and the values it is computed from cross instead.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from itertools import pairwise
 
 import msgspec
 
-from ..core.errors import CutError
-from .ops import ALLOWED, FAMILIES, SYM, is_random
-from .program import Init, Op, Program, Stage, State, Value, num_bytes, refs
+from ravnest.errors import CutError
+from ravnest.graph.ops import ALLOWED, FAMILIES, SYM, is_random
+from ravnest.graph.program import Init, Op, Program, Stage, StateSpec, Value, num_bytes, refs
 
 __all__ = ["Cutter", "legal_cuts", "split"]
 
-_TYPICAL_BATCH = 8  # only to compare sizes of values that depend on the batch with those that do not
+_TYPICAL_BATCH = 8  # to compare sizes that depend on the batch with fixed ones
 
 
 def legal_cuts(program: Program) -> list[int]:
-    """Every index before which the program may be cut."""
+    """The op indices before which the program may be cut."""
     return Cutter(program).legal
 
 
 def split(program: Program, cuts: Sequence[int]) -> list[Stage]:
-    """The stages between `cuts`, indices of the ops before which a new stage starts."""
+    """The stages between `cuts`, the op indices before which a new stage starts."""
     return Cutter(program).split(cuts)
 
 
 class Cutter:
-    """Knows for one program which values live where, and so what any cut means."""
+    """The live ranges of a program's values, from which every cut follows."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.made: dict[str, int] = {v.name: -1 for v in program.inputs}
         self.reads: list[tuple[str, ...]] = [tuple(dict.fromkeys(refs(op))) for op in program.ops]
-        self.state: dict[str, State] = {s.name: s for s in program.state}
+        self.state: dict[str, StateSpec] = {s.name: s for s in program.state}
         for i, op in enumerate(program.ops):
             self.made.update((out, i) for out in op.outs if out)
-        self.sources = _derivable(self)
+        self.rematerialized = _rematerializable(self)
         self.last_read = self._last_reads()
 
     def _last_reads(self) -> dict[str, int]:
-        """For each value the last op that reads it, or reads something that is remade from it."""
+        """For each value the last op that reads it or a value rematerialized from it."""
         last: dict[str, int] = {}
         for i, names in enumerate(self.reads):
             for name in names:
-                for source in self.sources.get(name, (name,)):
+                for source in self.rematerialized.get(name, (name,)):
                     last[source] = i
                 last[name] = i
         for output in self.program.outputs:
@@ -64,17 +64,17 @@ class Cutter:
 
     @cached_property
     def legal(self) -> list[int]:
-        barred = set[int]()
-        for first, last in self.program.islands:
-            barred.update(range(first + 1, last + 1))
-        return [c for c in range(1, len(self.program.ops)) if c not in barred]
+        illegal = set[int]()
+        for first, last in self.program.atomic_ranges:
+            illegal.update(range(first + 1, last + 1))
+        return [c for c in range(1, len(self.program.ops)) if c not in illegal]
 
     def crossing(self, cut: int) -> tuple[Value, ...]:
-        """What is sent forward over a cut; gradients of those with `grad` come back."""
+        """The values sent forward over a cut; gradients of those with `grad` come back."""
         return tuple(
             self.program.values[name]
             for name, made in self.made.items()
-            if made < cut <= self.last_read.get(name, -1) and name not in self.sources
+            if made < cut <= self.last_read.get(name, -1) and name not in self.rematerialized
         )
 
     def split(self, cuts: Sequence[int]) -> list[Stage]:
@@ -90,13 +90,13 @@ class Cutter:
         legal = set(self.legal)
         for before, cut in zip([0, *cuts], cuts, strict=False):
             if cut <= before:
-                raise CutError(f"cuts must rise: {cut} follows {before}")
+                raise CutError(f"cuts must be increasing and > 0: {cut} follows {before}")
             if cut >= len(self.program.ops):
-                raise CutError(f"there is no op {cut}: the program has {len(self.program.ops)}")
+                raise CutError(f"cut {cut} is out of range: the program has {len(self.program.ops)} ops")
             if cut not in legal:
-                first, last = next((a, b) for a, b in self.program.islands if a < cut <= b)
+                first, last = next((a, b) for a, b in self.program.atomic_ranges if a < cut <= b)
                 raise CutError(
-                    f"cut {cut} would part ops {first} to {last}, which write to the same memory: "
+                    f"cut {cut} would separate ops {first} to {last}, which write to the same memory: "
                     f"{self.program.sources[last]}. Cut at {first} or {last + 1}"
                 )
 
@@ -104,8 +104,8 @@ class Cutter:
         last = index == count - 1
         inputs = self.program.inputs if index == 0 else self.crossing(start)
         outputs = self.program.outputs if last else self.crossing(stop)
-        remade = self._remade(start, stop, outputs)
-        ops = (*(self.program.ops[i] for i in remade), *self.program.ops[start:stop])
+        repeated = self._rematerialized_ops(start, stop, outputs)
+        ops = (*(self.program.ops[i] for i in repeated), *self.program.ops[start:stop])
         state = [self.state[n] for n in dict.fromkeys(n for op in ops for n in refs(op)) if n in self.state]
         for item in state:
             owners.setdefault(item.name, index)
@@ -119,38 +119,38 @@ class Cutter:
             init=self._init(s for s in state if owners[s.name] == index or s.kind == "buffer"),
         )
 
-    def _remade(self, start: int, stop: int, outputs: Iterable[Value]) -> list[int]:
-        """Earlier ops that this stage repeats for values it reads and does not receive."""
-        wanted = [n for names in self.reads[start:stop] for n in names] + [v.name for v in outputs]
+    def _rematerialized_ops(self, start: int, stop: int, outputs: Iterable[Value]) -> list[int]:
+        """Earlier ops that this stage repeats, for values it reads and does not receive."""
+        needed = [n for names in self.reads[start:stop] for n in names] + [v.name for v in outputs]
         chosen: set[int] = set()
-        while wanted:
-            name = wanted.pop()
-            if name in self.sources and self.made[name] < start and self.made[name] not in chosen:
+        while needed:
+            name = needed.pop()
+            if name in self.rematerialized and self.made[name] < start and self.made[name] not in chosen:
                 chosen.add(self.made[name])
-                wanted.extend(self.reads[self.made[name]])
+                needed.extend(self.reads[self.made[name]])
         return sorted(chosen)
 
-    def _init(self, state: Iterable[State]) -> Init | None:
-        if self.program.log is None:
+    def _init(self, state: Iterable[StateSpec]) -> Init | None:
+        if self.program.init_log is None:
             return None
-        return self.program.log.init_for({s.target: self.program.tensors[s.target] for s in state})
+        return self.program.init_log.init_for({s.target: self.program.tensors[s.target] for s in state})
 
 
-def _owned(item: State, index: int, owners: dict[str, int]) -> State:
-    """A constant buffer belongs to every stage that has it, a parameter to the first that reads it."""
+def _owned(item: StateSpec, index: int, owners: dict[str, int]) -> StateSpec:
+    """Set the owner: of a constant buffer every stage that reads it, of a parameter the first one."""
     return msgspec.structs.replace(item, owner=owners[item.name] if item.kind == "parameter" else index)
 
 
-def _derivable(cutter: Cutter) -> dict[str, tuple[str, ...]]:
-    """Values that are remade where they are needed -> the values that they are made of."""
-    made_of: dict[str, tuple[str, ...]] = {}
-    pinned = {i for first, last in cutter.program.islands for i in range(first, last + 1)}
+def _rematerializable(cutter: Cutter) -> dict[str, tuple[str, ...]]:
+    """Values that are rematerialized -> the values they are computed from."""
+    computed_from: dict[str, tuple[str, ...]] = {}
+    atomic = {i for first, last in cutter.program.atomic_ranges for i in range(first, last + 1)}
     for i, op in enumerate(cutter.program.ops):
-        if i in pinned or not _cheap(op) or any(n in cutter.state and cutter.state[n].mutated for n in refs(op)):
+        if i in atomic or not _is_cheap(op) or any(n in cutter.state and cutter.state[n].mutated for n in refs(op)):
             continue
         if any(n in cutter.state and cutter.state[n].kind == "parameter" for n in refs(op)):
             continue
-        sources = dict.fromkeys(s for n in refs(op) if n not in cutter.state for s in made_of.get(n, (n,)))
+        sources = dict.fromkeys(s for n in refs(op) if n not in cutter.state for s in computed_from.get(n, (n,)))
         outs = [cutter.program.values[o] for o in op.outs if o]
         if any(v in cutter.program.outputs for v in outs):
             continue
@@ -158,11 +158,11 @@ def _derivable(cutter: Cutter) -> dict[str, tuple[str, ...]]:
             continue
         cost = sum(num_bytes(cutter.program.values[s], _TYPICAL_BATCH) for s in sources)
         if cost <= sum(num_bytes(v, _TYPICAL_BATCH) for v in outs):
-            made_of.update((v.name, tuple(sources)) for v in outs)
-    return made_of
+            computed_from.update((v.name, tuple(sources)) for v in outs)
+    return computed_from
 
 
-def _cheap(op: Op) -> bool:
+def _is_cheap(op: Op) -> bool:
     if op.op in SYM or op.op == "aten.sym_size.int":
         return True
     return FAMILIES[ALLOWED[op.op]].cheap and not is_random(op.op)

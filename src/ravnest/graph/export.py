@@ -1,8 +1,8 @@
-"""From a live model and its loss to one flat list of aten calls, by `torch.export`.
+"""Export of a model and its loss to a flat list of aten calls, by `torch.export`.
 
-The exported graph is walked once: regions without gradients or autocast are inlined and their ops flagged,
-assertions dropped, tuple results named at their producer (so that a tuple never crosses a cut), Python
-arithmetic on sizes becomes `sym.*`. What has no data form is refused with the line of the model it stands on.
+The exported graph is walked once: regions without gradients or autocast are inlined and their ops flagged, assertions
+are dropped, tuple results are named at their producer (so that a tuple never crosses a cut), and Python arithmetic on
+sizes becomes `sym.*`. A construct that cannot be written as data is rejected with its line in the model.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ..core.errors import TraceError, UnsupportedOp
-from .ops import ALLOWED, FAMILIES
-from .program import Arg, Op, dtype_name
+from ravnest.errors import TraceError, UnsupportedOp
+from ravnest.graph.ops import ALLOWED, FAMILIES
+from ravnest.graph.program import Arg, Op, dtype_name
 
-__all__ = ["Flat", "Ref", "encode_call", "export_flat", "op_name"]
+__all__ = ["FlatGraph", "Ref", "encode_call", "export_flat", "op_name"]
 
 _DROPPED = (
     "aten._assert_async.msg", "aten._assert_scalar.default", "aten._assert_tensor_metadata.default",
     "aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default",
 )  # fmt: skip
-_RENAMED = {  # the same operation under a name the list has
+_RENAMED = {  # the same operation under its name on the allow-list
     "aten.__and__.Tensor": "aten.bitwise_and.Tensor",
     "aten.__and__.Scalar": "aten.bitwise_and.Scalar",
     "aten.__or__.Tensor": "aten.bitwise_or.Tensor",
     "aten.__or__.Scalar": "aten.bitwise_or.Scalar",
     "aten.__xor__.Tensor": "aten.bitwise_xor.Tensor",
-    "aten.empty.memory_format": "aten.zeros.default",  # uninitialised memory of a lender is nobody's business
+    "aten.empty.memory_format": "aten.zeros.default",  # never expose uninitialised memory of a node
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.to.prim_Device": "aten.to.device",
@@ -58,12 +58,12 @@ _LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 
 
 class Ref(str):
-    """A value's name with its sign, told apart from the model's own strings."""
+    """A reference `%name` to a value, as opposed to a string constant of the model."""
 
 
 @dataclass
-class Flat:
-    """The exported graph as a list, still with the graph's own names and its in-place calls."""
+class FlatGraph:
+    """The exported graph as a list, with the graph's own names and in-place calls."""
 
     ops: list[Op] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -74,13 +74,13 @@ class Flat:
     constants: dict[str, Tensor] = field(default_factory=dict)  # name in the module -> tensor
 
 
-def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]]) -> Flat:
-    """Export `module(*inputs)` and flatten it. `dims` says which dimensions follow the batch."""
+def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]]) -> FlatGraph:
+    """Export `module(*inputs)` and flatten it. `dims` are the dimensions that vary with the batch size."""
     try:
         exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
     except TraceError:
         raise
-    except Exception as error:  # whatever the user's model raises while it is traced is about that model
+    except Exception as error:  # any exception here is raised by the user's model
         raise TraceError(_explain(error)) from error
     return _flatten(exported)
 
@@ -91,7 +91,7 @@ def _explain(error: Exception) -> str:
     if "Constraints violated" in text or "ConstraintViolation" in type(error).__name__:
         return (
             f"the model fixes the batch size: {first}\n"
-            "Write it without the number (x.shape[0], -1), or trace with dynamic_batch=False."
+            "Use x.shape[0] or -1 instead of the number, or trace with dynamic_batch=False."
         )
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "GuardOnData" in text:
         return (
@@ -101,8 +101,8 @@ def _explain(error: Exception) -> str:
     return f"the model cannot be traced: {type(error).__name__}: {first}"
 
 
-def _flatten(exported: torch.export.ExportedProgram) -> Flat:
-    flat = Flat()
+def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:
+    flat = FlatGraph()
     signature = exported.graph_signature
     targets = {spec.arg.name: spec for spec in signature.input_specs}
     env: dict[Node, Any] = {}
@@ -117,21 +117,23 @@ def _flatten(exported: torch.export.ExportedProgram) -> Flat:
             if spec.kind.name == "CONSTANT_TENSOR":
                 flat.constants[str(spec.target)] = exported.constants[str(spec.target)]
         else:
-            raise TraceError(f"the model carries a {spec.kind.name.lower()} that has no data form: {spec.target}")
-    outputs = _Walk(flat).region(exported.graph_module, env, "", no_grad=False, no_autocast=False)
+            raise TraceError(
+                f"the model has a {spec.kind.name.lower()}, which cannot be written as data: {spec.target}"
+            )
+    outputs = _Flattener(flat).region(exported.graph_module, env, "", no_grad=False, no_autocast=False)
     for output, out_spec in zip(outputs, signature.output_specs, strict=True):
         if out_spec.kind.name not in ("USER_OUTPUT", "LOSS_OUTPUT"):
-            raise TraceError(f"the model changes its {out_spec.target} in a way that has no data form")
+            raise TraceError(f"the model changes its {out_spec.target} in a way that cannot be written as data")
         if not isinstance(output, Ref):
-            raise TraceError(f"the loss function returned {output!r}, not a tensor that depends on the model")
+            raise TraceError(f"the loss function must return a tensor that depends on the model, got {output!r}")
         flat.outputs.append(output[1:])
     return flat
 
 
-class _Walk:
-    """Walks a graph and the regions inside it, appending to a flat list."""
+class _Flattener:
+    """Appends the ops of a graph and of its nested regions to a flat list."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
 
     def region(
@@ -141,7 +143,7 @@ class _Walk:
             if node.op == "get_attr":
                 env[node] = getattr(module, str(node.target))
             elif node.op == "output":
-                return _look(node.args[0], env)
+                return _substitute(node.args[0], env)
             elif node.op == "call_function":
                 self._call(node, env, prefix, no_grad, no_autocast)
         raise AssertionError("a graph without output")
@@ -152,7 +154,7 @@ class _Walk:
             env[node] = self._inline(node, env, prefix, no_grad, no_autocast)
             return
         if target is operator.getitem:
-            env[node] = _look(node.args[0], env)[node.args[1]]
+            env[node] = _substitute(node.args[0], env)[node.args[1]]
             return
         name = op_name(target)
         if name in _DROPPED:
@@ -162,7 +164,7 @@ class _Walk:
         outs, env[node] = _outs(node, prefix)
         if isinstance(node.meta["val"], Tensor):
             self.flat.dtypes[outs[0]] = dtype_name(node.meta["val"].dtype)
-        args, kwargs = encode_call(_look(node.args, env), _look(node.kwargs, env), source_of(node))
+        args, kwargs = encode_call(_substitute(node.args, env), _substitute(node.kwargs, env), source_of(node))
         self.flat.ops.append(Op(name, outs, args, kwargs, no_grad=no_grad, no_autocast=no_autocast))
         self.flat.sources.append(source_of(node))
 
@@ -175,33 +177,33 @@ class _Walk:
             _, _, enabled, _, inner, *rest = node.args
             if enabled:
                 raise TraceError(
-                    f"{source_of(node)} enters torch.autocast; leave it out and use Ravnest's own bf16 option"
+                    f"{source_of(node)} enters torch.autocast; remove it and use Ravnest's own bf16 option"
                 )
             no_autocast = True
         else:
             raise UnsupportedOp(
-                f"{source_of(node)} uses {name}, which has no data form; "
+                f"{source_of(node)} uses {name}, which cannot be written as data; "
                 "write it with ordinary tensor operations (torch.where for a branch, a Python loop for a scan)"
             )
         module = env[inner]  # type: ignore[index]
-        places = module.graph.find_nodes(op="placeholder")
-        inner_env = {p: _look(v, env) for p, v in zip(places, rest, strict=True)}
+        placeholders = module.graph.find_nodes(op="placeholder")
+        inner_env = {p: _substitute(v, env) for p, v in zip(placeholders, rest, strict=True)}
         return self.region(module, inner_env, f"{prefix}{node.name}.", no_grad=no_grad, no_autocast=no_autocast)
 
 
-def _look(item: Any, env: Mapping[Node, Any]) -> Any:
-    """Nodes replaced by what they stand for, in any nesting."""
+def _substitute(item: Any, env: Mapping[Node, Any]) -> Any:
+    """Replace nodes by their values, at any depth of nesting."""
     if isinstance(item, Node):
         return env[item]
     if isinstance(item, list | tuple):
-        return tuple(_look(i, env) for i in item)
+        return tuple(_substitute(i, env) for i in item)
     if isinstance(item, dict):
-        return {k: _look(v, env) for k, v in item.items()}
+        return {k: _substitute(v, env) for k, v in item.items()}
     return item
 
 
 def _outs(node: Node, prefix: str) -> tuple[tuple[str, ...], Any]:
-    """Names for an op's results; of a tuple only those that somebody uses."""
+    """Names for an op's results; of a tuple only those that are used."""
     name = prefix + node.name
     value = node.meta["val"]
     if not isinstance(value, list | tuple):
@@ -213,7 +215,7 @@ def _outs(node: Node, prefix: str) -> tuple[tuple[str, ...], Any]:
 
 
 def op_name(target: Any) -> str:
-    """The name under which an op is written, or a refusal."""
+    """The name of an op in a program."""
     if isinstance(target, torch._ops.OpOverload):
         name = f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
         return _RENAMED.get(name, name)
@@ -225,14 +227,14 @@ def op_name(target: Any) -> str:
 
 
 def _check_in_place(name: str, node: Node) -> None:
-    """Refuse an op that is not allowed, unless it is the in-place form of one that is."""
+    """Reject an op that is not allowed, unless it is the in-place form of one that is."""
     parts = name.split(".")
     if len(parts) == 3 and parts[1].endswith("_") and f"aten.{parts[1][:-1]}.{parts[2]}" in ALLOWED:
         return
     raise UnsupportedOp(
-        f"{source_of(node)} needs {name}, which is not on the list of operations a stage may use "
-        f"({len(ALLOWED)} operations in {len(FAMILIES)} families, ravnest/graph/ops.py). Write that line with "
-        "operations that are on it, or propose the operation: CONTRIBUTING.md, 'A new operation'"
+        f"{source_of(node)} calls {name}, which is not on the list of allowed operations "
+        f"({len(ALLOWED)} operations in {len(FAMILIES)} families, ravnest/graph/ops.py). Rewrite it with "
+        "allowed operations, or propose the operation: CONTRIBUTING.md, 'A new operation'"
     )
 
 
@@ -242,13 +244,13 @@ def source_of(node: Node) -> str:
     if not frames:
         return "the model"
     path, line, function, code = frames[-1]
-    if path.endswith("ravnest/graph/objective.py"):
+    if path.endswith("ravnest/graph/loss_module.py"):
         return "the loss function"
     return f"{path}:{line} in {function}: {code.strip()}"
 
 
 def encode_call(args: Any, kwargs: Mapping[str, Any], source: str) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
-    """Arguments in their data form. Layout and pinning are the runner's business and left out."""
+    """Encode the arguments of a call as data. Layout, pinning and generator are left to the interpreter."""
     kept = {k: v for k, v in kwargs.items() if k not in ("layout", "pin_memory", "generator") and v is not None}
     return tuple(_encode(a, source) for a in args), {k: _encode(v, source) for k, v in kept.items()}
 
@@ -258,7 +260,7 @@ def _encode(item: Any, source: str) -> Any:
         return item
     if isinstance(item, float):
         if math.isnan(item):
-            raise TraceError(f"{source} uses a NaN constant, which no stage may contain")
+            raise TraceError(f"{source} uses a NaN constant, which is not allowed in a stage")
         return item if math.isfinite(item) else ("#inf" if item > 0 else "#-inf")
     if isinstance(item, str):
         return str(item) if isinstance(item, Ref) else "=" + item
@@ -272,4 +274,4 @@ def _encode(item: Any, source: str) -> Any:
         return _FORMATS[item]
     if isinstance(item, torch.layout) and item is torch.strided:
         return None
-    raise TraceError(f"{source} passes a {type(item).__name__} to an operation; it has no data form")
+    raise TraceError(f"{source} passes a {type(item).__name__} to an operation, which cannot be written as data")

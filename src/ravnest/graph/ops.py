@@ -1,9 +1,9 @@
-"""The operations a stage may consist of, and the reason for each family.
+"""The allow-list of operations in a stage, and the reason for each family.
 
 Everything here computes new tensors from its arguments and nothing else: no files, no storage, no other
 devices, no uninitialised memory, no sizes that depend on data, no custom namespaces, no private operations.
-What is not on the list is refused. To propose an operation, add it to the family whose reason covers it
-(CONTRIBUTING.md says what the tests then check).
+Any other operation is rejected. To propose one, add it to the family whose reason covers it (CONTRIBUTING.md lists
+what the tests then check).
 
 Numbers that depend on the batch are computed by `sym.*`: plain arithmetic on bounded integers and floats.
 """
@@ -19,20 +19,33 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
-    "ALLOWED", "FAMILIES", "INIT_ALLOWED", "LITERAL", "LITERAL_LIMIT", "SYM", "TRUNC_NORMAL", "Family",
-    "is_random", "may_share_memory", "needs_device", "resolve", "schema_of", "train_flags", "writes_statistics",
-]  # fmt: skip
+    "ALLOWED",
+    "FAMILIES",
+    "INIT_ALLOWED",
+    "LITERAL",
+    "LITERAL_LIMIT",
+    "SYM",
+    "TRUNC_NORMAL",
+    "Family",
+    "is_random",
+    "may_share_memory",
+    "needs_device",
+    "resolve",
+    "schema_of",
+    "eval_arguments",
+    "writes_statistics",
+]
 
 
 class Family(NamedTuple):
     reason: str
     ops: str
-    cheap: bool = False  # so little work that doing it again costs less than sending its result
+    cheap: bool = False  # recomputing it costs less than sending its result
 
 
 FAMILIES: dict[str, Family] = {
     "views": Family(
-        "Another look at the same elements; sizes are checked against the tensor by torch itself.",
+        "Views of the same elements; torch checks sizes against the tensor.",
         """alias.default broadcast_tensors.default chunk.default contiguous.default detach.default
         diagonal.default expand.default expand_as.default flatten.using_ints movedim.int movedim.intlist
         narrow.default permute.default reshape.default reshape_as.default select.int slice.Tensor
@@ -42,26 +55,26 @@ FAMILIES: dict[str, Family] = {
         cheap=True,
     ),
     "conversions": Family(
-        "A copy in another dtype or memory format, always on the runner's own device.",
+        "A copy in another dtype or memory format, always on the interpreter's device.",
         "clone.default lift_fresh_copy.default to.device to.dtype to.dtype_layout to.other",
         cheap=True,
     ),
     "creation": Family(
-        "Tensors from constants alone. Their size is checked before memory is taken; nothing uninitialised.",
+        "Tensors from constants. Their size is checked before memory is allocated; none are uninitialised.",
         """arange.default arange.start arange.start_step eye.default eye.m full.default full_like.default
         linspace.default new_full.default new_ones.default new_zeros.default ones.default ones_like.default
         scalar_tensor.default zeros.default zeros_like.default""",
         cheap=True,
     ),
     "joining": Family(
-        "Elements of several tensors or repeats of one, put together in a new one.",
+        "Elements of several tensors, or repeats of one, joined in a new tensor.",
         """cat.default hstack.default vstack.default stack.default repeat.default tile.default
         repeat_interleave.self_int roll.default flip.default constant_pad_nd.default pad.default tril.default
         triu.default meshgrid.default meshgrid.indexing broadcast_to.default""",
         cheap=True,
     ),
     "arithmetic": Family(
-        "Element by element arithmetic.",
+        "Elementwise arithmetic.",
         """abs.default add.Scalar add.Tensor addcdiv.default addcmul.default ceil.default clamp.Tensor
         clamp.default clamp_max.default clamp_min.default cos.default cosh.default cumsum.default
         deg2rad.default div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode erf.default erfc.default
@@ -77,7 +90,7 @@ FAMILIES: dict[str, Family] = {
         cheap=True,
     ),
     "logic": Family(
-        "Comparisons and bit operations, as masks are made of.",
+        "Comparisons and bitwise operations, as used for masks.",
         """all.default all.dim any.default any.dim bitwise_and.Scalar bitwise_and.Tensor bitwise_not.default
         bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor eq.Scalar eq.Tensor ge.Scalar ge.Tensor
         gt.Scalar gt.Tensor isfinite.default isinf.default isnan.default le.Scalar le.Tensor
@@ -87,7 +100,7 @@ FAMILIES: dict[str, Family] = {
         cheap=True,
     ),
     "indexing": Family(
-        "Elements picked or placed by index; an index out of range is an error in torch.",
+        "Elements read or written by index; torch rejects an index out of range.",
         """embedding.default gather.default index.Tensor index_add.default index_copy.default
         index_put.default index_select.default one_hot.default scatter.src scatter.value scatter_add.default
         select_scatter.default slice_scatter.default take_along_dim.default masked_scatter.default""",
@@ -101,7 +114,7 @@ FAMILIES: dict[str, Family] = {
         var.correction var.default var.dim var_mean.correction""",
     ),
     "products": Family(
-        "Matrix products and attention: the bulk of the work.",
+        "Matrix products and attention, most of the computation.",
         """addbmm.default addmm.default baddbmm.default bilinear.default bmm.default dot.default
         einsum.default linear.default matmul.default mm.default mv.default outer.default
         scaled_dot_product_attention.default tensordot.default cdist.default""",
@@ -124,18 +137,18 @@ FAMILIES: dict[str, Family] = {
         softshrink.default threshold.default""",
     ),
     "normalisation": Family(
-        "Normalisation layers; batch and instance norm write their own running statistics, nothing else.",
+        "Normalisation layers; batch and instance norm write only their own running statistics.",
         """batch_norm.default group_norm.default instance_norm.default layer_norm.default rms_norm.default
         cosine_similarity.default""",
     ),
     "randomness": Family(
-        "Random numbers from the runner's own generator.",
+        "Random numbers from the interpreter's own generator.",
         """alpha_dropout.default bernoulli.default bernoulli.p dropout.default feature_dropout.default
         rand.default rand_like.default randint.default randint.low randn.default randn_like.default
         normal_functional.default""",
     ),
     "losses": Family(
-        "Loss functions torch has as one operation.",
+        "Loss functions that torch implements as one operation.",
         """binary_cross_entropy.default binary_cross_entropy_with_logits.default cosine_embedding_loss.default
         cross_entropy_loss.default hinge_embedding_loss.default huber_loss.default kl_div.default
         l1_loss.default margin_ranking_loss.default mse_loss.default nll_loss.default nll_loss2d.default
@@ -147,14 +160,14 @@ FAMILIES: dict[str, Family] = {
         "gru.input gru_cell.default lstm.input lstm_cell.default rnn_relu.input rnn_tanh.input",
     ),
     "writes": Family(
-        "In-place forms, kept where the model writes into a part of a tensor or into its own buffer.",
+        "In-place forms, kept where the model writes into a view of a tensor or into its own buffer.",
         """add_.Scalar add_.Tensor clamp_.default copy_.default div_.Scalar div_.Tensor fill_.Scalar
         fill_.Tensor index_put_.default lerp_.Scalar lerp_.Tensor masked_fill_.Scalar masked_fill_.Tensor
         mul_.Scalar mul_.Tensor sub_.Scalar sub_.Tensor zero_.default""",
     ),
 }
 
-# First values of parameters and buffers: fills, random fills, and what is computed from them.
+# Allowed only in init lists: fills and random fills of parameters and buffers, and in-place arithmetic on them.
 _INIT_ONLY = """abs_.default add_.Scalar add_.Tensor bernoulli_.float clamp_.default clamp_max_.default
     clamp_min_.default copy_.default diag.default div_.Scalar div_.Tensor erfinv_.default exp_.default
     exponential_.default fill_.Scalar fill_.Tensor fill_diagonal_.default log_.default mul_.Scalar mul_.Tensor
@@ -170,14 +183,14 @@ INIT_ALLOWED: dict[str, str] = {
     **{f"aten.{op}": "initialisation" for op in _INIT_ONLY.split()},
 }
 
-LITERAL = "ravnest.literal"  # a small tensor written out in a builder: (numbers, dtype, shape)
+LITERAL = "ravnest.literal"  # a small tensor literal in a builder: (numbers, dtype, shape)
 LITERAL_LIMIT = 1 << 16
-TRUNC_NORMAL = "ravnest.trunc_normal_"  # (tensor, mean, std, a, b): draws until all lie between a and b
+TRUNC_NORMAL = "ravnest.trunc_normal_"  # (tensor, mean, std, a, b): redraws until all values lie between a and b
 _BOUND = 2**63 - 1
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Arithmetic whose result stays a machine number, so that no chain of products can grow without end."""
+    """Arithmetic limited to 64-bit results, so that no chain of products can grow without bound."""
 
     def call(*numbers: Any) -> Any:
         result = function(*numbers)
@@ -225,15 +238,15 @@ def _size(tensor: torch.Tensor, dim: int) -> int:
 
 @cache
 def schema_of(name: str) -> torch.FunctionSchema:
-    """The signature of an aten op."""
+    """The schema of an aten op."""
     if name == "aten.sym_size.int":
         schema: torch.FunctionSchema = torch.ops.aten.sym_size.int._schema
         return schema
     return resolve(name)._schema  # type: ignore[attr-defined, no-any-return]
 
 
-# (op, position of the argument that says "we are training") -> its value when we are not
-_EVAL_ARGS: dict[str, tuple[tuple[str, object], ...]] = {
+# op -> the arguments that depend on training mode, with their values in evaluation
+_EVAL_ARGUMENTS: dict[str, tuple[tuple[str, object], ...]] = {
     "aten.dropout.default": (("train", False),),
     "aten.feature_dropout.default": (("train", False),),
     "aten.alpha_dropout.default": (("train", False),),
@@ -247,14 +260,14 @@ _EVAL_ARGS: dict[str, tuple[tuple[str, object], ...]] = {
 }
 
 
-def train_flags(name: str) -> tuple[tuple[str, object], ...]:
-    """Arguments that differ when the program only evaluates: `(name, value)` pairs."""
-    return _EVAL_ARGS.get(name, ())
+def eval_arguments(name: str) -> tuple[tuple[str, object], ...]:
+    """The `(name, value)` pairs of the arguments that differ in evaluation."""
+    return _EVAL_ARGUMENTS.get(name, ())
 
 
 @cache
 def may_share_memory(name: str) -> bool:
-    """Ops whose result may be another look at the memory of an argument."""
+    """Whether a result of the op may alias the memory of an argument."""
     if name in SYM or name in ("aten.sym_size.int", LITERAL):
         return False
     declared = any(a.alias_info is not None for a in schema_of(name).arguments)
@@ -262,13 +275,13 @@ def may_share_memory(name: str) -> bool:
 
 
 def writes_statistics(name: str) -> bool:
-    """Ops that write running statistics although their signature does not say so."""
+    """Whether the op writes running statistics, which its schema does not declare."""
     return name in ("aten.batch_norm.default", "aten.instance_norm.default")
 
 
 @cache
 def needs_device(name: str) -> bool:
-    """Ops that make a tensor from nothing: without a device of their own they would make it anywhere."""
+    """Whether the op creates a tensor without tensor arguments, so that it needs an explicit device."""
     if name in SYM or name in ("aten.sym_size.int", LITERAL, TRUNC_NORMAL):
         return False
     arguments = schema_of(name).arguments
@@ -277,10 +290,10 @@ def needs_device(name: str) -> bool:
 
 @cache
 def is_random(name: str) -> bool:
-    """Ops that draw from the random generator."""
+    """Whether the op draws from the random generator."""
     if name == TRUNC_NORMAL:
         return True
-    return name.startswith("aten.") and name != "aten.sym_size.int" and _draws in resolve(name).tags  # type: ignore[attr-defined]
+    return name.startswith("aten.") and name != "aten.sym_size.int" and _RANDOM in resolve(name).tags  # type: ignore[attr-defined]
 
 
-_draws = torch.Tag.nondeterministic_seeded
+_RANDOM = torch.Tag.nondeterministic_seeded

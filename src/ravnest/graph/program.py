@@ -1,14 +1,14 @@
-"""What a model is to us: a flat list of aten calls over named values. Data, never code.
+"""Programs and stages: a model as a flat list of aten calls over named values. Data, never code.
 
-An argument of a call is a plain JSON value. A string starts with one sign that says what it is:
+An argument of a call is a plain JSON value. The first character of a string is its type:
 
-    %name   a value            $float32   a dtype            @   the runner's device
+    %name   a value            $float32   a dtype            @   the interpreter's device
     =text   a string           ~channels_last   a memory format    #inf #-inf   a float JSON cannot write
 
 A size that depends on the batch is written `(a, b)`, which means `a * batch + b`.
 
-`Program` is what the requester holds of the whole model; a `Stage` is the part that one node is given,
-and all that it is given. Both are made of the same ops, values and state.
+A `Program` is the whole model, held by the requester; a `Stage` is the part that one node receives, complete in
+itself. Both consist of the same ops, values and state.
 """
 
 from __future__ import annotations
@@ -21,14 +21,31 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-if TYPE_CHECKING:
-    from .batch import Feed
-    from .recorder import InitLog
+from ravnest.core.record import Record
 
 __all__ = [
-    "Arg", "Dim", "Draw", "Init", "Op", "Program", "Stage", "State", "Value",
-    "DTYPES", "dtype_name", "map_refs", "num_bytes", "refs", "resolve_dim",
-]  # fmt: skip
+    "Arg",
+    "Dim",
+    "Draw",
+    "Init",
+    "Op",
+    "Program",
+    "Stage",
+    "StateSpec",
+    "Value",
+    "DTYPES",
+    "dtype_name",
+    "map_refs",
+    "num_bytes",
+    "refs",
+    "resolve_dim",
+    "storage_id",
+]
+
+if TYPE_CHECKING:
+    from ravnest.graph.batch import BatchLayout
+    from ravnest.graph.init_recorder import InitLog
+
 
 Dim = int | tuple[int, int]
 Atom = None | bool | int | float | str
@@ -45,14 +62,10 @@ SCALARS = ("int", "float", "boolean")  # a value that is a Python number, not a 
 NUMBER_BYTES = 8
 
 
-class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A strict record: immutable, no unknown fields, defaults left out of the JSON."""
+class Value(Record, frozen=True):
+    """A named tensor: dtype, shape, and whether it gets a gradient.
 
-
-class Value(_Data, frozen=True):
-    """A tensor that has a name: what it looks like, and whether a gradient comes back for it.
-
-    A value may also be a number that the batch size determines (`dtype` "int"); `number` says which.
+    A value can also be a number that depends on the batch size: `dtype` is "int" and `number` its formula.
     """
 
     name: str
@@ -62,10 +75,10 @@ class Value(_Data, frozen=True):
     number: Dim | None = None
 
 
-class State(_Data, frozen=True):
+class StateSpec(Record, frozen=True):
     """A parameter or buffer: `name` is the value in the program, `target` its name in the model.
 
-    `owner` is the stage that keeps and updates it; another stage that uses it borrows it.
+    `owner` is the stage that updates it; other stages that read it borrow it.
     """
 
     name: str
@@ -83,19 +96,19 @@ class State(_Data, frozen=True):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Op(_Data, frozen=True):
-    """One call: `outs = op(*args, **kwargs)`. A result nobody uses has the empty name."""
+class Op(Record, frozen=True):
+    """One call: `outs = op(*args, **kwargs)`. An unused result has an empty name."""
 
     op: str
     outs: tuple[str, ...]
     args: tuple[Arg, ...] = ()
-    kwargs: dict[str, Arg] = {}
+    kwargs: dict[str, Arg] = msgspec.field(default_factory=dict)
     no_grad: bool = False
     no_autocast: bool = False
 
 
-class Draw(_Data, frozen=True):
-    """Random numbers that are drawn and thrown away before init op `at`: they belong to another stage."""
+class Draw(Record, frozen=True):
+    """Random numbers drawn and discarded before init op `at`, because they belong to another stage."""
 
     at: int
     op: str
@@ -104,36 +117,36 @@ class Draw(_Data, frozen=True):
     args: tuple[Arg, ...] = ()
 
 
-class Init(_Data, frozen=True):
-    """How state gets its first values: ops that make the tensors named `%target`, in the model's own order."""
+class Init(Record, frozen=True):
+    """Initialization of state: ops that make the tensors named `%target`, in the order of the model."""
 
     ops: tuple[Op, ...] = ()
     draws: tuple[Draw, ...] = ()
 
 
-class Stage(_Data, frozen=True, kw_only=True):
-    """One node's share of the program, complete: what comes in, what goes out, what it keeps, what it computes."""
+class Stage(Record, frozen=True, kw_only=True):
+    """One node's part of the program, complete: inputs, outputs, state and ops."""
 
-    format: str = "ravnest-stage/1"
+    format: str = "ravnest-stage/2"
     index: int
     count: int
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    state: tuple[State, ...]
+    state: tuple[StateSpec, ...]
     ops: tuple[Op, ...]
     init: Init | None = None
 
     @property
-    def parameters(self) -> tuple[State, ...]:
+    def parameters(self) -> tuple[StateSpec, ...]:
         return tuple(s for s in self.state if s.kind == "parameter")
 
     @property
-    def buffers(self) -> tuple[State, ...]:
+    def buffers(self) -> tuple[StateSpec, ...]:
         return tuple(s for s in self.state if s.kind == "buffer")
 
     @property
-    def borrowed(self) -> tuple[State, ...]:
-        """Parameters that another stage owns: their values come forward, their gradients go back."""
+    def borrowed(self) -> tuple[StateSpec, ...]:
+        """Parameters owned by another stage: their values come forward, their gradients go back."""
         return tuple(s for s in self.state if s.owner != self.index)
 
 
@@ -141,24 +154,24 @@ class Stage(_Data, frozen=True, kw_only=True):
 class Program:
     """The whole model and its loss. `outputs[0]` is the loss, the others are metrics.
 
-    `values` describes every value, `sources[i]` is the line of the model that op i comes from, `islands` are
-    the stretches `(first, last)` of ops that must stay together, and `ties` maps a second name of a parameter
-    to the name it is kept under. `idle` is state that the forward pass never reads. `tensors` are the model's own
-    tensors; those of a program traced from a builder are fake, and `log` knows how to make them.
+    `values` describes every value, `sources[i]` is the line of the model that op i comes from, `atomic_ranges` are
+    the ranges `(first, last)` of ops that must stay in one stage, and `ties` maps other names of a tied parameter to
+    its canonical name. `idle` is state that the forward pass never reads. `tensors` are the model's own tensors; those
+    of a program traced from a builder are fake, and `init_log` records how to make them.
     """
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    state: tuple[State, ...]
+    state: tuple[StateSpec, ...]
     ops: tuple[Op, ...]
     values: Mapping[str, Value]
-    feed: Feed
+    feed: BatchLayout
     sources: tuple[str, ...] = ()
-    islands: tuple[tuple[int, int], ...] = ()
+    atomic_ranges: tuple[tuple[int, int], ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
-    idle: tuple[State, ...] = ()
+    idle: tuple[StateSpec, ...] = ()
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    log: InitLog | None = None
+    init_log: InitLog | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -180,8 +193,13 @@ def num_bytes(value: Value, batch: int) -> int:
     return prod(resolve_dim(d, batch) for d in value.shape) * DTYPES[value.dtype].itemsize
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the memory of a tensor while it is alive, on fake and meta tensors too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def refs(op: Op) -> Iterator[str]:
-    """Names of the values an op reads, in order, repeats included."""
+    """Names of the values an op reads, in order, with repeats."""
     for arg in (*op.args, *op.kwargs.values()):
         for atom in arg if isinstance(arg, tuple) else (arg,):
             if isinstance(atom, str) and atom.startswith("%"):
@@ -189,7 +207,7 @@ def refs(op: Op) -> Iterator[str]:
 
 
 def map_refs(op: Op, rename: Callable[[str], str]) -> Op:
-    """The same op with the names of the values it reads changed."""
+    """The op with the names of the values it reads replaced."""
 
     def one(arg: Any) -> Any:
         if isinstance(arg, tuple):

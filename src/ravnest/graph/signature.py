@@ -1,6 +1,6 @@
-"""Do these arguments fit this operation? Checked against torch's own signature of it, before it is called.
+"""Validation of an op's arguments against its torch schema, before it is called.
 
-`kinds` tells of every value made so far whether it is a tensor or a number.
+`kinds` maps every value defined so far to "tensor" or "number".
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..core.errors import ProgramError
-from .ops import schema_of
-from .program import DTYPES, Op
+from ravnest.errors import ProgramError
+from ravnest.graph.ops import schema_of
+from ravnest.graph.program import DTYPES, Op
 
 __all__ = ["MAX_LIST", "Declared", "check_arguments", "check_arithmetic", "declared_arguments", "is_number"]
 
@@ -25,14 +25,14 @@ _LIST = re.compile(r"(Optional\[)?List\[(.*?)\]\]?")
 
 def check_arithmetic(where: str, op: Op, kinds: dict[str, str]) -> None:
     if op.kwargs or not 1 <= len(op.args) <= 64:
-        raise ProgramError(f"{where}: arithmetic takes a few numbers and nothing else")
+        raise ProgramError(f"{where}: arithmetic takes 1 to 64 numbers, by position")
     for arg in op.args:
         if not is_number(arg, kinds):
             raise ProgramError(f"{where}: {arg!r:.60} is not a number")
 
 
 class Declared(NamedTuple):
-    """An argument as torch declares it."""
+    """An argument of a torch schema."""
 
     name: str
     type: str
@@ -48,7 +48,7 @@ def declared_arguments(op: str) -> tuple[Declared, ...]:
 
 
 def check_arguments(where: str, op: Op, kinds: dict[str, str]) -> None:
-    """Refuse a call with too many, too few or other arguments than torch declares."""
+    """Reject a call whose arguments do not match the torch schema."""
     declared = declared_arguments(op.op)
     positional = [a.name for a in declared if not a.by_name]
     if len(op.args) > len(positional):
@@ -56,7 +56,7 @@ def check_arguments(where: str, op: Op, kinds: dict[str, str]) -> None:
     given: dict[str, Any] = dict(zip(positional, op.args, strict=False))
     for key, arg in op.kwargs.items():
         if all(a.name != key for a in declared if a.by_name):
-            raise ProgramError(f"{where}: {key[:40]!r} is not an argument that is given by name")
+            raise ProgramError(f"{where}: {key[:40]!r} is not a keyword argument of it")
         given[key] = arg
     for argument in declared:
         if argument.name in given:
@@ -67,22 +67,22 @@ def check_arguments(where: str, op: Op, kinds: dict[str, str]) -> None:
 
 def _check_argument(where: str, argument: Declared, arg: Any, kinds: dict[str, str]) -> None:
     if argument.name == "other" and is_number(arg, kinds):
-        return  # torch takes a number where it declares the other tensor of two
+        return  # torch accepts a number for a tensor named `other`
     if not _fits(argument.type, arg, kinds):
         raise ProgramError(f"{where}: argument {argument.name} = {arg!r:.60} is not a {argument.type}")
 
 
 def _fits(declared: str, arg: Any, kinds: dict[str, str]) -> bool:
-    """Whether an argument is of the type that torch declares."""
+    """Whether an argument has the type that torch declares."""
     if declared.startswith("Optional[") and arg is None:
         return True
     if match := _LIST.fullmatch(declared):
-        if not isinstance(arg, tuple):  # torch takes one number for a list of equal ones
+        if not isinstance(arg, tuple):  # torch accepts one number for a list of equal ones
             return match[2] in ("int", "SymInt", "float") and _fits(match[2], arg, kinds)
         return len(arg) <= MAX_LIST and all(_fits(match[2], a, kinds) for a in arg)
     declared = declared.removeprefix("Optional[").removesuffix("]")
-    test = _TESTS.get(declared)
-    return test is not None and test(arg, kinds)
+    predicate = _PREDICATES.get(declared)
+    return predicate is not None and predicate(arg, kinds)
 
 
 def _is_tensor(arg: Any, kinds: dict[str, str]) -> bool:
@@ -105,7 +105,7 @@ def _is_text(arg: Any, kinds: dict[str, str]) -> bool:
     return isinstance(arg, str) and arg.startswith("=") and _TEXT.fullmatch(arg[1:]) is not None
 
 
-_TESTS: dict[str, Callable[[Any, dict[str, str]], bool]] = {
+_PREDICATES: dict[str, Callable[[Any, dict[str, str]], bool]] = {
     "Tensor": _is_tensor,
     "int": _is_int,
     "SymInt": _is_int,

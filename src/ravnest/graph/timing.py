@@ -1,21 +1,22 @@
-"""What each op takes on this machine: seconds, forward and backward, measured one op at a time.
+"""Measured seconds of every op on this machine, forward and backward, one op at a time.
 
-Two ops that are the same call on tensors that look the same take the same time, so each distinct one is run
-alone, as a stage of a single op, on made-up tensors of the same sizes and strides. A model of many equal layers
-costs a few dozen measurements, and memory for one op's tensors at a time.
+Two equal calls on tensors of the same dtypes, shapes and strides take the same time, so each distinct call is run once,
+as a stage of a single op, on synthetic tensors. A model of many equal layers costs a few dozen measurements, and memory
+for one op's tensors at a time.
 
-    seconds of a call = the least of its repeats - what an empty call takes
+    seconds of a call = minimum over repeats - seconds of an empty call
 
-The least, because whatever else the machine does only ever adds. Repeats are made in rounds over all ops, until
-the budget is used up, so that a slow moment of the machine does not meet the same op each time. What is left out:
-adding a gradient to one that is there already, and the optimizer's step.
+The minimum, because other load on the machine only ever adds time. Repeats are made in rounds over all ops until the
+budget is used up, so that a slow period of the machine does not affect the same op every time. Not included: adding a
+gradient to an existing one, and the optimizer step.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -25,18 +26,43 @@ import msgspec
 import torch
 from torch import Tensor
 
-from .costs import Costs, measure_costs
-from .ops import ALLOWED
-from .program import DTYPES, SCALARS, Op, Program, Stage, State, Value, dtype_name, map_refs, refs, resolve_dim
-from .run import Runner
+from ravnest.core.config import require
+from ravnest.graph.costs import Costs, measure_costs
+from ravnest.graph.interpreter import Interpreter
+from ravnest.graph.ops import ALLOWED
+from ravnest.graph.program import (
+    DTYPES,
+    SCALARS,
+    Op,
+    Program,
+    Stage,
+    StateSpec,
+    Value,
+    dtype_name,
+    map_refs,
+    refs,
+    resolve_dim,
+)
 
-__all__ = ["OpSeconds", "measure_seconds"]
+__all__ = ["OpSeconds", "measure_seconds", "torch_threads"]
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Run with `count` torch threads, and restore the number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 _MAX_ROUNDS = 5
-_RUNS = 3  # of one op in one round
-_LONG_S = 0.05  # a run that takes this long is not repeated at once
-_HEAVY = ("products", "convolutions", "recurrence")  # whose time goes with their FLOPs, others' with their elements
-_GUESS_S = {True: 5e-11, False: 1e-9}  # per FLOP of a heavy op, per element of another: if nothing was measured
+_RUNS = 3  # per op and round
+_LONG_S = 0.05  # a run that takes longer is not repeated within its round
+_HEAVY = ("products", "convolutions", "recurrence")  # time proportional to FLOPs; that of other families to elements
+_GUESS_S = {True: 5e-11, False: 1e-9}  # default per FLOP of a heavy op, and per element of others
 
 
 @dataclass(frozen=True)
@@ -49,8 +75,8 @@ class OpSeconds:
         return self.forward_s + self.backward_s
 
 
-class _Look(NamedTuple):
-    """All of a tensor that an op's time depends on."""
+class _TensorSpec(NamedTuple):
+    """The properties of a tensor that an op's time depends on."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,127 +84,130 @@ class _Look(NamedTuple):
     grad: bool
 
 
-_Seen = _Look | bool | int | float
-_Key = tuple[bytes, tuple[_Seen, ...]]
+_ValueSpec = _TensorSpec | bool | int | float
+_Key = tuple[bytes, tuple[_ValueSpec, ...]]
 
 
 def measure_seconds(
     program: Program, batch: int, *, budget_s: float = 5.0, costs: Costs | None = None
 ) -> tuple[OpSeconds, ...]:
-    """Seconds of every op for microbatches of `batch` samples, with the threads that torch uses now.
+    """Seconds of every op for microbatches of `batch` samples, with the current number of torch threads.
 
-    An op that does not run on made-up data, or whose turn comes after `budget_s`, is estimated from its FLOPs
-    at the rate of the measured ops of its family; `costs` saves counting them.
+    An op that fails on synthetic data, or is not reached within `budget_s`, is estimated from its FLOPs at the rate of
+    the measured ops of its family; passing `costs` saves counting FLOPs.
     """
-    if batch < 1 or budget_s <= 0:
-        raise ValueError(f"a batch of at least 1 and a budget above 0 s are needed, not {batch} and {budget_s}")
+    require(batch >= 1, f"batch must be >= 1, got {batch}")
+    require(budget_s > 0, f"budget_s must be > 0, got {budget_s}")
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about made-up data, not about the model
-        survey = _Survey(program, batch, time.perf_counter() + budget_s)
-        survey.repeat()
-    measured = [survey.samples[key].seconds for key in survey.keys]
+        warnings.simplefilter("ignore")  # caused by synthetic data, not by the model
+        timer = _OpTimer(program, batch, time.perf_counter() + budget_s)
+        timer.repeat()
+    measured = [timer.measurements[key].seconds for key in timer.keys]
     if None not in measured:
         return tuple(s for s in measured if s is not None)
     return _estimated(program, measured, costs or measure_costs(program, batch))
 
 
-class _Survey:
-    """Walks the program, meets every distinct op once, then measures them again while there is time."""
+class _OpTimer:
+    """Measures every distinct op of a program once, then again until the deadline."""
 
     def __init__(self, program: Program, batch: int, deadline: float) -> None:
         self.deadline = deadline
         self.overhead = _overhead()
-        self.samples: dict[_Key, _Sample] = {}
+        self.measurements: dict[_Key, _Measurement] = {}
         self.keys: list[_Key] = []
-        seen: dict[str, _Seen] = {v.name: _described(v, batch) for v in program.inputs}
-        seen.update((s.name, _kept(s)) for s in program.state)
+        specs: dict[str, _ValueSpec] = {v.name: _value_spec(v, batch) for v in program.inputs}
+        specs.update((s.name, _state_spec(s)) for s in program.state)
         for op in program.ops:
-            declared = [_described(program.values[name], batch) if name else 0 for name in op.outs]
-            sample = self._meet(op, seen, declared)
-            seen.update((name, look) for name, look in zip(op.outs, sample.made, strict=True) if name)
+            declared = [_value_spec(program.values[name], batch) if name else 0 for name in op.outs]
+            measurement = self._measure_once(op, specs, declared)
+            specs.update((name, spec) for name, spec in zip(op.outs, measurement.results, strict=True) if name)
 
-    def _meet(self, op: Op, seen: dict[str, _Seen], declared: list[_Seen]) -> _Sample:
+    def _measure_once(self, op: Op, specs: dict[str, _ValueSpec], declared: list[_ValueSpec]) -> _Measurement:
         names = tuple(dict.fromkeys(refs(op)))
-        places = {name: str(i) for i, name in enumerate(names)}
-        alone = map_refs(op, places.__getitem__)
-        alone = msgspec.structs.replace(alone, outs=tuple(f"out{i}" if out else "" for i, out in enumerate(op.outs)))
-        looks = tuple(seen[name] for name in names)
-        key = msgspec.json.encode(alone), looks
+        positions = {name: str(i) for i, name in enumerate(names)}
+        outs = tuple(f"out{i}" if out else "" for i, out in enumerate(op.outs))
+        isolated = msgspec.structs.replace(map_refs(op, positions.__getitem__), outs=outs)
+        arguments = tuple(specs[name] for name in names)
+        key = msgspec.json.encode(isolated), arguments
         self.keys.append(key)
-        if key not in self.samples:
-            self.samples[key] = _Sample(alone, looks, declared)
+        if key not in self.measurements:
+            self.measurements[key] = _Measurement(isolated, arguments, declared)
             if time.perf_counter() < self.deadline:
-                self.samples[key].measure(self.overhead)
-        return self.samples[key]
+                self.measurements[key].measure(self.overhead)
+        return self.measurements[key]
 
     def repeat(self) -> None:
         for _ in range(_MAX_ROUNDS - 1):
-            for sample in self.samples.values():
-                if sample.seconds is not None and time.perf_counter() + sample.spent_s < self.deadline:
-                    sample.measure(self.overhead)
+            for measurement in self.measurements.values():
+                if measurement.seconds is not None and time.perf_counter() + measurement.spent_s < self.deadline:
+                    measurement.measure(self.overhead)
 
 
-class _Sample:
-    """One distinct op, what its arguments look like, and the least it took so far."""
+class _Measurement:
+    """One distinct op with the specs of its arguments and results, and its minimum seconds so far."""
 
-    def __init__(self, op: Op, looks: Sequence[_Seen], declared: list[_Seen]) -> None:
+    def __init__(self, op: Op, arguments: Sequence[_ValueSpec], declared: list[_ValueSpec]) -> None:
         self.op = op
-        self.looks = looks
-        self.made = declared
+        self.arguments = arguments
+        self.results = declared
         self.seconds: OpSeconds | None = None
         self.spent_s = 0.0
 
     def measure(self, overhead: OpSeconds) -> None:
-        """Run the op a few times; if torch refuses, `seconds` stays None."""
-        began = time.perf_counter()
+        """Run the op a few times; if it fails, `seconds` stays None."""
+        start_s = time.perf_counter()
         try:
-            forward_s, backward_s = self._least()
+            forward_s, backward_s = self._minimum()
         except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError):
-            return  # made-up data cannot please every op
-        self.spent_s = time.perf_counter() - began
-        now = OpSeconds(max(forward_s - overhead.forward_s, 0.0), max(backward_s - overhead.backward_s, 0.0))
-        before = self.seconds or now
-        self.seconds = OpSeconds(min(now.forward_s, before.forward_s), min(now.backward_s, before.backward_s))
+            return  # synthetic data is not valid for every op
+        self.spent_s = time.perf_counter() - start_s
+        current = OpSeconds(max(forward_s - overhead.forward_s, 0.0), max(backward_s - overhead.backward_s, 0.0))
+        best = self.seconds or current
+        self.seconds = OpSeconds(min(current.forward_s, best.forward_s), min(current.backward_s, best.backward_s))
 
-    def _least(self) -> tuple[float, float]:
-        runner = Runner(_stage_of((self.op,), len(self.looks)), quick=True)
-        leaves = [_make_up(look, _rows(self.op, self.looks)) for look in self.looks]
+    def _minimum(self) -> tuple[float, float]:
+        interpreter = Interpreter(_stage_of((self.op,), len(self.arguments)), fast_linear=True)
+        leaves = [_synthetic(spec, _rows(self.op, self.arguments)) for spec in self.arguments]
+        writes = ALLOWED.get(self.op.op) == "writes"
         forward_s = backward_s = inf
         for _ in range(_RUNS):
-            before, after, outputs = _once(runner, leaves, writes=ALLOWED.get(self.op.op) == "writes")
-            forward_s, backward_s = min(forward_s, before), min(backward_s, after)
-            if before + after > _LONG_S:
+            once_forward_s, once_backward_s, outputs = _run_once(interpreter, leaves, writes=writes)
+            forward_s, backward_s = min(forward_s, once_forward_s), min(backward_s, once_backward_s)
+            if once_forward_s + once_backward_s > _LONG_S:
                 break
         results = iter(outputs)
-        self.made = [_look(next(results), d) if out else 0 for out, d in zip(self.op.outs, self.made, strict=True)]
+        self.results = [
+            _spec(next(results), d) if out else 0 for out, d in zip(self.op.outs, self.results, strict=True)
+        ]
         return forward_s, backward_s
 
 
-def _once(runner: Runner, leaves: Sequence[Any], *, writes: bool) -> tuple[float, float, tuple[Any, ...]]:
-    """Seconds of a forward pass and of the backward pass that belongs to it, and the results."""
+def _run_once(interpreter: Interpreter, leaves: Sequence[Any], *, writes: bool) -> tuple[float, float, tuple[Any, ...]]:
+    """Seconds of a forward pass and of its backward pass, and the results."""
     inputs = [*leaves]
     if writes:
-        inputs[0] = leaves[0].clone()  # autograd allows no write to a leaf
-    began = time.perf_counter()
-    outputs = runner({}, inputs)
-    forward_s = time.perf_counter() - began
+        inputs[0] = leaves[0].clone()  # autograd rejects writes to a leaf
+    start_s = time.perf_counter()
+    outputs = interpreter({}, inputs)
+    forward_s = time.perf_counter() - start_s
     ends = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
     starts = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
     if not ends or not starts:
         return forward_s, 0.0, outputs
     gradients = [torch.ones_like(t) for t in ends]
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     torch.autograd.grad(ends, starts, gradients, allow_unused=True)
-    return forward_s, time.perf_counter() - began, outputs
+    return forward_s, time.perf_counter() - start_s, outputs
 
 
 def _overhead() -> OpSeconds:
-    """What calling takes when there is next to nothing to compute."""
-    nothing = Runner(_stage_of((), 1))
-    view = Runner(_stage_of((Op("aten.alias.default", ("out0",), ("%0",)),), 1))
+    """Seconds of a call that computes almost nothing."""
+    empty = Interpreter(_stage_of((), 1))
+    view = Interpreter(_stage_of((Op("aten.alias.default", ("out0",), ("%0",)),), 1))
     leaf = torch.ones(1, requires_grad=True)
-    forward_s = min(_once(nothing, [leaf], writes=False)[0] for _ in range(100))
-    return OpSeconds(forward_s, min(_once(view, [leaf], writes=False)[1] for _ in range(100)))
+    forward_s = min(_run_once(empty, [leaf], writes=False)[0] for _ in range(100))
+    return OpSeconds(forward_s, min(_run_once(view, [leaf], writes=False)[1] for _ in range(100)))
 
 
 def _stage_of(ops: tuple[Op, ...], num_inputs: int) -> Stage:
@@ -187,16 +216,16 @@ def _stage_of(ops: tuple[Op, ...], num_inputs: int) -> Stage:
     return Stage(index=0, count=1, inputs=inputs, outputs=outputs, state=(), ops=ops)
 
 
-def _described(value: Value, batch: int) -> _Seen:
+def _value_spec(value: Value, batch: int) -> _ValueSpec:
     if value.dtype in SCALARS:
         return 1 if value.number is None else resolve_dim(value.number, batch)
     shape = tuple(resolve_dim(d, batch) for d in value.shape)
-    return _Look(value.dtype, shape, _contiguous(shape), value.grad)
+    return _TensorSpec(value.dtype, shape, _contiguous(shape), value.grad)
 
 
-def _kept(state: State) -> _Seen:
+def _state_spec(state: StateSpec) -> _ValueSpec:
     grad = state.kind == "parameter" and state.trainable and DTYPES[state.dtype].is_floating_point
-    return _Look(state.dtype, state.shape, _contiguous(state.shape), grad)
+    return _TensorSpec(state.dtype, state.shape, _contiguous(state.shape), grad)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -206,20 +235,20 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides[: len(shape)]))
 
 
-def _look(result: Tensor | bool | int | float, declared: _Seen) -> _Seen:
-    """What an op really gave; whether a gradient comes back for it is known from the whole program."""
+def _spec(result: Tensor | bool | int | float, declared: _ValueSpec) -> _ValueSpec:
+    """The spec of an actual result; whether it gets a gradient is known from the whole program."""
     if not isinstance(result, Tensor):
         return result
-    grad = declared.grad if isinstance(declared, _Look) else result.requires_grad
-    return _Look(dtype_name(result.dtype), tuple(result.shape), result.stride(), grad)
+    grad = declared.grad if isinstance(declared, _TensorSpec) else result.requires_grad
+    return _TensorSpec(dtype_name(result.dtype), tuple(result.shape), result.stride(), grad)
 
 
-def _make_up(look: _Seen, num_rows: int) -> Any:
-    """A tensor that looks so: fractions between 0 and 1, indices that are in range, masks that hide nothing."""
-    if not isinstance(look, _Look):
-        return look
-    dtype = DTYPES[look.dtype]
-    tensor = torch.empty_strided(look.shape, look.stride, dtype=dtype)
+def _synthetic(spec: _ValueSpec, num_rows: int) -> Any:
+    """A tensor with this spec: fractions between 0 and 1, indices in range, masks that are all true."""
+    if not isinstance(spec, _TensorSpec):
+        return spec
+    dtype = DTYPES[spec.dtype]
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
     flat = tensor.as_strided((tensor.untyped_storage().nbytes() // dtype.itemsize,), (1,))
     if dtype.is_floating_point or dtype.is_complex:
         _tile(flat, torch.rand(4096, dtype=torch.float32).mul_(0.9).add_(0.05).to(dtype))
@@ -227,32 +256,32 @@ def _make_up(look: _Seen, num_rows: int) -> Any:
         _tile(flat, torch.randint(0, num_rows, (4096,)).to(dtype))
     else:
         flat.fill_(dtype is torch.bool)
-    return tensor.requires_grad_(look.grad)
+    return tensor.requires_grad_(spec.grad)
 
 
 def _tile(flat: Tensor, pattern: Tensor) -> None:
-    """Fill with repeats of a pattern: as random as an op needs, at the speed of a copy."""
+    """Fill with repeats of a random pattern, at the speed of a copy."""
     whole = flat.numel() // pattern.numel() * pattern.numel()
     flat[:whole].view(-1, pattern.numel()).copy_(pattern)
     flat[whole:].copy_(pattern[: flat.numel() - whole])
 
 
-def _rows(op: Op, looks: Sequence[_Seen]) -> int:
-    """How many rows an index may pick from; 0 if only the first is sure to be there."""
-    return looks[0].shape[0] if op.op == "aten.embedding.default" and isinstance(looks[0], _Look) else 0
+def _rows(op: Op, arguments: Sequence[_ValueSpec]) -> int:
+    """Number of rows that an index may address; 0 if only index 0 is certainly valid."""
+    return arguments[0].shape[0] if op.op == "aten.embedding.default" and isinstance(arguments[0], _TensorSpec) else 0
 
 
 def _estimated(program: Program, measured: Sequence[OpSeconds | None], costs: Costs) -> tuple[OpSeconds, ...]:
-    """The measured seconds, and for the others FLOPs times the seconds per FLOP of their like."""
+    """The measured seconds; for the other ops FLOPs times the seconds per FLOP of similar ops."""
     families = [ALLOWED.get(op.op, "views") for op in program.ops]
 
     @cache
     def rate(family: str, backward: bool) -> float:
-        for like in ({family}, set(_HEAVY) if family in _HEAVY else set(families) - set(_HEAVY)):
+        for similar in ({family}, set(_HEAVY) if family in _HEAVY else set(families) - set(_HEAVY)):
             pairs = [
                 (seconds.backward_s, cost.backward_flops) if backward else (seconds.forward_s, cost.forward_flops)
                 for seconds, cost, other in zip(measured, costs.ops, families, strict=True)
-                if seconds is not None and other in like
+                if seconds is not None and other in similar
             ]
             if flops := sum(f for _, f in pairs):
                 return sum(s for s, _ in pairs) / flops

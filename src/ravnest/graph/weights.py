@@ -1,8 +1,8 @@
-"""Weights by name, in safetensors files, a tensor at a time.
+"""Weights of stages: initialised from a seed, or read and written as safetensors files, one tensor at a time.
 
-A stage's own tensors are made from its init list (bit-equal to those of the whole model built with that seed) or
-read from a file that may hold far more; a file is written tensor by tensor from wherever they come. Nobody ever
-holds the whole model. A file appears under its name only when it is complete.
+A stage's tensors are made by its init list (bit-equal to those of the whole model built with that seed) or read from a
+file that may contain the whole model. No process ever needs memory for the whole model. A file appears under its name
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -19,18 +19,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..core.errors import WeightsError
-from .ops import resolve
-from .program import DTYPES, Draw, Init, Program, Stage, State, refs
-from .run import decode, run_op
+from ravnest.errors import WeightsError
+from ravnest.graph.interpreter import decode, run_op
+from ravnest.graph.ops import resolve
+from ravnest.graph.program import DTYPES, Draw, Init, Program, Stage, StateSpec, refs
 
 __all__ = [
-    "WeightsFile", "WeightsWriter", "initialise", "iterate_weights", "open_weights", "read_weights", "replay",
-    "stage_weights", "write_weights",
-]  # fmt: skip
+    "WeightsFile",
+    "WeightsWriter",
+    "initialise",
+    "iterate_weights",
+    "open_weights",
+    "read_weights",
+    "replay",
+    "stage_weights",
+    "write_weights",
+]
 
 _CPU = torch.device("cpu")
-_CHUNK = 1 << 20  # a multiple of the 16 numbers that torch draws at a time
+_CHUNK = 1 << 20  # a multiple of 16, the numbers torch draws at a time
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
@@ -39,19 +46,19 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 def stage_weights(program: Program, stage: Stage) -> dict[str, Tensor]:
-    """The model's own tensors that a stage starts with: what it owns, and its buffers."""
-    assert program.log is None, "a program traced from a builder has no weights: use initialise"
+    """The model's tensors that a stage starts with: the parameters it owns, and its buffers."""
+    assert program.init_log is None, "a program traced from a builder has no weights: use initialise"
     return {s.target: program.tensors[s.target].detach() for s in stage.state if s.owner == stage.index}
 
 
 def initialise(stage: Stage, seed: int) -> dict[str, Tensor]:
-    """The stage's own tensors, as `torch.manual_seed(seed)` and the builder would have made them."""
-    assert stage.init is not None, "this stage was traced from a model that has weights"
+    """The stage's tensors, bit-equal to those of `torch.manual_seed(seed)` and the builder."""
+    assert stage.init is not None, "a stage traced from an existing model has no init list: use stage_weights"
     return replay(stage.init, {s.target for s in stage.state}, seed)
 
 
 def replay(init: Init, targets: set[str], seed: int) -> dict[str, Tensor]:
-    """Make `targets` as an init list says; the caller's random numbers stay as they are."""
+    """Make `targets` by running an init list; the global random state is left unchanged."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         return _replay(init, targets)
@@ -73,7 +80,7 @@ def _replay(init: Init, targets: set[str]) -> dict[str, Tensor]:
 
 
 def _discard(draw: Draw) -> None:
-    """Draw random numbers that another stage keeps, a piece at a time."""
+    """Draw the random numbers of another stage, in chunks."""
     function = resolve(draw.op)
     args = [decode(a, _CPU) for a in draw.args]
     if not draw.op.split(".")[1].endswith("_"):
@@ -91,41 +98,41 @@ def _discard(draw: Draw) -> None:
 
 
 def read_weights(stage: Stage, path: Path | str) -> dict[str, Tensor]:
-    """The stage's own tensors out of a safetensors file; its shapes and dtypes are checked before anything is read."""
+    """The stage's tensors from a safetensors file; shapes and dtypes are checked before data is read."""
     return dict(iterate_weights(stage, path))
 
 
 def iterate_weights(stage: Stage, path: Path | str) -> Iterator[tuple[str, Tensor]]:
-    """As `read_weights`, a tensor at a time."""
+    """As `read_weights`, one tensor at a time."""
     return _read(path, [s for s in stage.state if s.owner == stage.index])
 
 
-def _read(path: Path | str, wanted: Iterable[State]) -> Iterator[tuple[str, Tensor]]:
+def _read(path: Path | str, specs: Iterable[StateSpec]) -> Iterator[tuple[str, Tensor]]:
     with open_weights(path) as file:
-        for item in wanted:
-            found = file.look_of(item.target)
-            if found != (item.dtype, item.shape):
+        for item in specs:
+            dtype, shape = file.spec_of(item.target)
+            if (dtype, shape) != (item.dtype, item.shape):
                 raise WeightsError(
-                    f"{path}: {item.target!r} is {found[0]} {found[1]}, the stage needs {item.dtype} {item.shape}"
+                    f"{path}: {item.target!r} is {dtype} {shape}, the stage needs {item.dtype} {item.shape}"
                 )
             yield item.target, file.read(item.target)
 
 
 class WeightsFile:
-    """A safetensors file that is open: what is in it is known, and nothing is read that is not asked for."""
+    """An open safetensors file: names and metadata are known, tensors are read on demand."""
 
     def __init__(self, path: Path | str, file: Any) -> None:
         self._path, self._file = path, file
         self.names = frozenset(file.keys())
         self.metadata: dict[str, str] = file.metadata() or {}
 
-    def look_of(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """A tensor's dtype and shape; refused if it is not there."""
+    def spec_of(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """A tensor's dtype and shape; `WeightsError` if the file does not contain it."""
         if name not in self.names:
             raise WeightsError(f"{self._path} has no tensor {name!r}")
-        part = self._file.get_slice(name)
-        code = part.get_dtype()
-        return _DTYPES.get(code, code), tuple(part.get_shape())
+        entry = self._file.get_slice(name)
+        code = entry.get_dtype()
+        return _DTYPES.get(code, code), tuple(entry.get_shape())
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
@@ -134,7 +141,7 @@ class WeightsFile:
 
 @contextmanager
 def open_weights(path: Path | str) -> Iterator[WeightsFile]:
-    """Look into a safetensors file; what is wrong with it is a `WeightsError`."""
+    """Open a safetensors file for reading; `WeightsError` if it is malformed."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield WeightsFile(path, file)
@@ -143,11 +150,11 @@ def open_weights(path: Path | str) -> Iterator[WeightsFile]:
 
 
 class WeightsWriter:
-    """Writes tensors one by one, in any order, into a file whose contents are declared first."""
+    """Writes tensors one by one, in any order, into a file whose contents are declared up front."""
 
-    def __init__(self, file: IO[bytes], contents: Iterable[State], metadata: Mapping[str, str]) -> None:
+    def __init__(self, file: IO[bytes], contents: Iterable[StateSpec], metadata: Mapping[str, str]) -> None:
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._places: dict[str, tuple[State, int]] = {}
+        self._offsets: dict[str, tuple[StateSpec, int]] = {}
         offset = 0
         for item in contents:
             header[item.target] = {
@@ -155,20 +162,20 @@ class WeightsWriter:
                 "shape": list(item.shape),
                 "data_offsets": [offset, offset + item.num_bytes],
             }
-            self._places[item.target] = (item, offset)
+            self._offsets[item.target] = (item, offset)
             offset += item.num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._start = 8 + len(text)
         self._file = file
-        self.missing = set(self._places)
+        self.missing = set(self._offsets)
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(self._start + offset)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        if name not in self._places:
-            raise ValueError(f"{name!r} was not declared in this file")
-        item, offset = self._places[name]
+        if name not in self._offsets:
+            raise ValueError(f"tensor {name!r} was not declared for this file")
+        item, offset = self._offsets[name]
         if tuple(tensor.shape) != item.shape or tensor.dtype != DTYPES[item.dtype]:
             raise WeightsError(f"{name!r} is {tuple(tensor.shape)} {tensor.dtype}, declared {item.shape} {item.dtype}")
         self._file.seek(self._start + offset)
@@ -180,9 +187,9 @@ class WeightsWriter:
 
 @contextmanager
 def write_weights(
-    path: Path | str, contents: Iterable[State], metadata: Mapping[str, str] | None = None
+    path: Path | str, contents: Iterable[StateSpec], metadata: Mapping[str, str] | None = None
 ) -> Iterator[WeightsWriter]:
-    """Open a weights file for writing; it takes its name when everything declared has been written."""
+    """Open a weights file for writing; it appears at `path` once every declared tensor is written."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

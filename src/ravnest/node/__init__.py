@@ -1,1 +1,1 @@
-"""A node: the process that computes a stage, and what it is told."""
+"""The agent of a node: membership in a run, and supervision of its worker process."""

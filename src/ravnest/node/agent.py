@@ -1,94 +1,86 @@
-"""The agent of a node: a small process that joins a run, keeps a worker, and makes of it what the coordinator wants.
+"""The agent of a node: joins a run, keeps a worker process, and reconciles it with what the coordinator wants.
 
-    ticket -> identity -> profile -> worker with an open door -> Hello -> Desired, Desired, ...
+    membership -> profile -> worker with open endpoints -> Hello -> DesiredAssignment, DesiredAssignment, ...
 
-The conversation with the coordinator may break at any moment and is begun again for ever; the worker and its links
-live on meanwhile. The worker may die at any moment and is started again. The agent itself never imports torch.
+The session with the coordinator may break at any moment and is opened again, with backoff, without end; the worker and
+its links live on meanwhile. A worker that dies is started again. The agent itself never imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
-from ..core.config import config, require
-from ..core.control import (
-    Copied,
-    Desired,
-    Give,
+from ravnest.core.backoff import Backoff
+from ravnest.core.config import config, require
+from ravnest.errors import LinkError, RavnestError, RequestRejected
+from ravnest.node.client import Client
+from ravnest.node.console import AgentConsole, joined
+from ravnest.node.measurement import measure_pc, with_line
+from ravnest.node.membership import Membership
+from ravnest.node.reconciler import Reconciler
+from ravnest.node.session import DisconnectedByCoordinator, Outbox, run_session
+from ravnest.node.storage import NodeStorage
+from ravnest.node.worker_supervisor import WorkerSupervisor
+from ravnest.protocol.commands import StageReady
+from ravnest.protocol.control import (
+    AddressChanged,
+    AssignmentReleased,
+    DesiredAssignment,
+    FromCoordinator,
     Hello,
-    Keep,
-    Leave,
-    LetGo,
-    Moved,
+    LeaveRequest,
     NodeProfile,
-    Report,
-    Tell,
-    Told,
+    ReplicaStored,
+    SendReplica,
+    StageCommand,
+    StageReport,
+    StoreReplica,
     Welcome,
 )
-from ..core.errors import LinkError, RavnestError
-from ..core.orders import Ready
-from ..net.addresses import Address, show
-from ..net.identity import Identity
-from ..net.ticket import Ticket
-from .backoff import Backoff
-from .client import Client, Refused, member_context
-from .convergence import Convergence
-from .enrol import Applicant, NotTheCoordinator, enrol, known_identity
-from .home import Home
-from .keeper import Keeper
-from .line import with_line
-from .measure import measure_pc
-from .say import Speaker, joined
-from .session import Outbox, SentAway, converse
-from .talk import Begin, Freed, Opened, Unable
+from ravnest.protocol.worker import EndpointOpened, StageReleased, StartWorker, WorkerUnable
 
 __all__ = ["Agent", "AgentConfig"]
 
 _LEAVE_S = 70.0  # a second Ctrl-C does not wait for it
-_SEEN_S = 3.0
+_OBSERVED_S = 3.0
 _NOT_A_MEMBER = (401, 403)
 
 
 @config
 class AgentConfig:
-    """Whose run to join, as whom, and what its owner lends."""
+    """Settings of the PC's owner."""
 
-    ticket: Ticket
-    name: str
     release: str
-    home: Home
+    home: NodeStorage
     port: int = 0
     memory_bytes: int | None = None
     threads: int | None = None
     max_upload_bytes_per_s: float | None = None
     profile: NodeProfile | None = None  # None: this PC is measured first
+    core: int = -1
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 2**16, f"{self.port} is not a port: it is 1 to 65535, or 0 for any")
+        require(0 <= self.port < 2**16, f"port must be 1 to 65535, or 0 for any, got {self.port}")
 
 
 class Agent:
-    """Make it in a running asyncio loop; `run` it, and ask it to `leave`."""
+    """Create it in a running asyncio loop; `run` it, and ask it to `leave`."""
 
-    def __init__(self, config: AgentConfig, speaker: Speaker) -> None:
-        self._config, self._speaker = config, speaker
-        self._addresses: deque[Address] = deque(config.ticket.addresses)  # the one that answered last is first
+    def __init__(self, config: AgentConfig, membership: Membership, console: AgentConsole) -> None:
+        self._config, self._membership, self._console = config, membership, console
         self._outbox = Outbox()
-        self._keeper = Keeper(config.home.log, self._heard, self._lost_worker)
-        self._convergence = Convergence(
-            config.home, self._connect, self._keeper.tell, self._report, self._keeper.is_ready
+        self._supervisor = WorkerSupervisor(config.home.log, self._handle_worker, self._worker_lost)
+        self._reconciler = Reconciler(
+            config.home, membership.connect, self._supervisor.send, self._report, self._supervisor.is_ready
         )
         self._leaving = asyncio.Event()
         self._unable: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._name = config.name
         self._profile: NodeProfile | None = None
-        self._is_line_measured = False
+        self._is_line_measured = not membership.identity
         self._is_welcome = False
 
     async def run(self) -> None:
-        """Until it is asked to leave; raises `SentAway` when the coordinator wants no more of it."""
+        """Work until asked to leave; raises `DisconnectedByCoordinator` when the coordinator ends it for good."""
         with self._config.home.held():
             work = asyncio.create_task(self._work())
             leaving = asyncio.create_task(self._leaving.wait())
@@ -97,155 +89,142 @@ class Agent:
                 for one in done:
                     one.result()
                 if self._is_welcome and self._leaving.is_set():
-                    self._outbox.put(Leave("its owner ended it"))
-                    await asyncio.wait((work,), timeout=_LEAVE_S)  # which ends when the coordinator says goodbye
+                    self._outbox.put(LeaveRequest("its owner ended it"))
+                    await asyncio.wait((work,), timeout=_LEAVE_S)  # the coordinator's answer ends it
             finally:
                 work.cancel()
                 leaving.cancel()
                 await asyncio.gather(work, leaving, return_exceptions=True)
-                await self._convergence.close()
-                await self._keeper.end()
+                await self._reconciler.close()
+                await self._supervisor.stop()
 
     def leave(self) -> None:
-        """In good order."""
-        passes_on = ", when others have taken over what this PC has learnt; Ctrl-C again to leave at once"
-        self._speaker.say(f"leaving{passes_on if self._convergence.holding else ''}")
+        """Leave in good order."""
+        handover = " once others have taken over its stage; press Ctrl-C again to leave at once"
+        self._console.log(f"leaving{handover if self._reconciler.holding else ''}")
         self._leaving.set()
 
     def kill(self) -> None:
-        """At once: nothing is left but what the next start clears away."""
-        self._keeper.kill()
+        """Leave at once: leftovers are cleared by the next start."""
+        self._supervisor.kill()
 
     async def _work(self) -> None:
-        config = self._config
-        identity = await self._enrol()
-        self._name, self._context = identity.name, member_context(identity)
-        self._speaker.say("measuring this PC")
-        measured = config.profile or await measure_pc(config.memory_bytes, config.threads)
-        self._profile, self._convergence.max_weights_bytes = measured, measured.memory_bytes
-        begin = Begin(
-            identity=str(identity.directory), coordinator=self._addresses[0], profile=measured,
-            port=config.port or config.home.port, is_port_asked=config.port != 0,
-            max_upload_bytes_per_s=config.max_upload_bytes_per_s, shelf=str(config.home.shelf.directory),
-        )  # fmt: skip
-        self._keeper.start(begin)
-        await self._keeper.is_ready.wait()
-        await self._converse_for_ever()
-
-    async def _enrol(self) -> Identity:
-        config = self._config
-        known = known_identity(config.ticket, config.home.directory)
-        if known is not None:
-            return known
-        applicant = Applicant(
-            ticket=config.ticket, name=config.name, release=config.release, directory=config.home.directory
+        config, membership = self._config, self._membership
+        await membership.join(self._console.log)
+        if config.profile is None:
+            self._console.log("measuring this PC")
+        profile = config.profile or await measure_pc(config.memory_bytes, config.threads)
+        self._profile, self._reconciler.max_weights_bytes = profile, profile.memory_bytes
+        sockets, host = membership.sockets
+        self._supervisor.start(
+            StartWorker(
+                name=membership.name,
+                profile=profile,
+                replica_directory=str(config.home.replica_store.directory),
+                identity=membership.identity,
+                coordinator=membership.coordinator,
+                socket_directory="" if sockets is None else str(sockets),
+                host=host,
+                port=config.port or config.home.port,
+                is_port_fixed=config.port != 0,
+                max_upload_bytes_per_s=config.max_upload_bytes_per_s,
+                core=config.core,
+            )
         )
-        backoff = Backoff()
-        while True:
-            errors: list[RavnestError] = []
-            for _ in range(len(self._addresses)):
-                self._speaker.say(f"joining {show(self._addresses[0])}")
-                try:
-                    return await enrol(applicant, self._addresses[0])
-                except (LinkError, NotTheCoordinator) as error:
-                    errors.append(error)
-                self._addresses.rotate(-1)
-            if all(isinstance(error, NotTheCoordinator) for error in errors):
-                raise errors[0]
-            await self._wait(backoff, str(errors[0]))
+        await self._supervisor.is_ready.wait()
+        await self._stay_connected()
 
-    async def _converse_for_ever(self) -> None:
+    async def _stay_connected(self) -> None:
         backoff, failures = Backoff(), 0
-        while (problem := await self._try_conversing()) is not None:
-            if self._is_welcome:  # it worked: this is a first failure
+        while (problem := await self._try_session()) is not None:
+            if self._is_welcome:  # the session worked: this is a first failure
                 self._is_welcome, failures = False, 0
                 backoff.reset()
             else:
-                self._addresses.rotate(-1)
+                self._membership.try_next_address()
                 failures += 1
-            if failures % len(self._addresses) == 0:  # all of them have been tried
-                await self._wait(backoff, problem)
+            if failures % self._membership.num_addresses == 0:  # all of them have been tried
+                training = ", training continues" if self._reconciler.holding else ""
+                self._console.log(f"{problem}; retrying with backoff{training}")
+                await asyncio.sleep(backoff.next_s())
 
-    async def _try_conversing(self) -> str | None:
-        """Why the conversation ended, if it may be begun again; None when all is said."""
+    async def _try_session(self) -> str | None:
+        """Return why the session ended, if it may be opened again; None when the node has left."""
         try:
-            async with self._connect() as client:
-                await self._converse(client)
+            async with self._membership.connect() as client:
+                await self._run_session(client)
             return None
-        except SentAway as away:
+        except DisconnectedByCoordinator as error:
             if self._leaving.is_set():
                 return None
-            if not away.again:
+            if not error.again:
                 raise
-            return f"the coordinator sends this node away: {away}"
-        except Refused as refused:
-            if refused.status in _NOT_A_MEMBER:
-                raise SentAway(f"this node is no member of the run any more: {refused}", again=False) from refused
-            return str(refused)
+            return f"disconnected by the coordinator: {error}"
+        except RequestRejected as error:
+            if error.status in _NOT_A_MEMBER:
+                raise DisconnectedByCoordinator(f"no longer a member of the run: {error}", again=False) from error
+            return str(error)
         except LinkError as error:
             return None if self._leaving.is_set() else str(error)
 
-    async def _converse(self, client: Client) -> None:
-        keeper = self._keeper
-        assert self._profile is not None, "this PC was measured before"
+    async def _run_session(self, client: Client) -> None:
+        supervisor = self._supervisor
+        assert self._profile is not None, "the PC was measured before"
         if not self._is_line_measured:
-            self._speaker.say("measuring the line to the coordinator")
+            self._console.log("measuring the line to the coordinator")
             line = with_line(self._profile, client, self._config.max_upload_bytes_per_s)
-            found, _ = await asyncio.gather(line, keeper.wait_seen(_SEEN_S))
-            self._profile, self._is_line_measured = found, True
+            measured, _ = await asyncio.gather(line, supervisor.wait_observed(_OBSERVED_S))
+            self._profile, self._is_line_measured = measured, True
         hello = Hello(
-            release=self._config.release, profile=self._profile, where=keeper.where,
-            holding=self._convergence.holding, copies=self._config.home.shelf.copies(),
-        )  # fmt: skip
-        await converse(client, hello, self._outbox, self._told, lambda: self._speaker.doing)
+            release=self._config.release,
+            profile=self._profile,
+            where=supervisor.addresses,
+            holding=self._reconciler.holding,
+            copies=self._config.home.replica_store.replicas(),
+        )
+        await run_session(client, hello, self._outbox, self._handle_coordinator, lambda: self._console.activity)
 
-    def _told(self, told: Told) -> None:
-        match told:
+    def _handle_coordinator(self, message: FromCoordinator) -> None:
+        match message:
             case Welcome(run=run):
                 self._config.home.belong(run)
-                assert self._profile is not None, "who is welcome has said hello"
+                assert self._profile is not None, "a hello was sent before"
                 self._is_welcome = True
-                self._speaker.say(joined(self._name, self._profile))
-            case Desired(part=part, reason=reason):
-                if self._convergence.desire(part):
-                    self._speaker.desired(part, reason)
-            case Tell(generation=generation, order=order):
-                self._convergence.order(generation, order)
-            case Give() | Keep():
-                self._keeper.tell(told)
+                self._console.log(joined(self._membership.name, self._profile))
+            case DesiredAssignment(assignment=assignment, reason=reason):
+                if self._reconciler.set_target(assignment):
+                    self._console.assigned(assignment, reason)
+            case StageCommand(generation=generation, command=command):
+                self._reconciler.command(generation, command)
+            case SendReplica() | StoreReplica():
+                self._supervisor.send(message)
 
-    def _heard(self, said: Opened | Moved | Report | Freed | Copied | Unable) -> None:
-        match said:
-            case Opened(port=port):
+    def _handle_worker(
+        self, message: EndpointOpened | AddressChanged | StageReport | StageReleased | ReplicaStored | WorkerUnable
+    ) -> None:
+        match message:
+            case EndpointOpened(port=port):
                 self._config.home.port = port
-            case Moved():
-                if self._is_welcome:  # else a hello says it
-                    self._outbox.put(said)
-            case Report():
-                self._convergence.reported(said)
-            case Freed(generation=generation, copy=copy):
-                self._convergence.freed(generation, copy)
-            case Copied():
-                self._outbox.put(said)
-            case Unable(reason=reason):
+            case AddressChanged():
+                if self._is_welcome:  # otherwise the hello carries it
+                    self._outbox.put(message)
+            case StageReport():
+                self._reconciler.stage_reported(message)
+            case StageReleased(generation=generation, replica=replica):
+                self._reconciler.stage_released(generation, replica)
+            case ReplicaStored():
+                self._outbox.put(message)
+            case WorkerUnable(reason=reason):
                 if not self._unable.done():
                     self._unable.set_exception(RavnestError(reason))
 
-    def _lost_worker(self, reason: str, wait_s: float) -> None:
-        self._convergence.worker_lost(reason)
-        self._speaker.say(f"{reason}: starting another in {wait_s:.1f} s. Its log: {self._config.home.log}")
+    def _worker_lost(self, reason: str, wait_s: float) -> None:
+        self._reconciler.worker_lost(reason)
+        self._console.worker_lost(reason, wait_s, self._config.home.log)
 
-    def _report(self, report: Report | LetGo) -> None:
-        if isinstance(report, Report):
-            if isinstance(report.report, Ready):
-                self._keeper.is_well()
-            self._speaker.reported(report)
+    def _report(self, report: StageReport | AssignmentReleased) -> None:
+        if isinstance(report, StageReport):
+            if isinstance(report.report, StageReady):
+                self._supervisor.reset_backoff()
+            self._console.reported(report)
         self._outbox.put(report)
-
-    def _connect(self) -> Client:
-        return Client(self._addresses[0], self._context)
-
-    async def _wait(self, backoff: Backoff, why: str) -> None:
-        goes_on = "; training goes on" if self._convergence.holding else ""
-        self._speaker.say(f"{why}: trying again, ever more slowly{goes_on}")
-        await asyncio.sleep(backoff.next_s())

@@ -1,6 +1,6 @@
-"""HTTPS to the coordinator: whoever answers must prove to be it, with a certificate of the ticket's authority.
+"""HTTPS client of the coordinator, which must authenticate with a certificate of the ticket's authority.
 
-What goes wrong on the way is a `LinkError`; what the coordinator itself refuses is a `Refused`, with its sentence.
+Failures of the connection raise `LinkError`; requests that the coordinator rejects raise `RequestRejected`.
 """
 
 from __future__ import annotations
@@ -9,33 +9,27 @@ import contextlib
 import os
 import ssl
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from ..core.errors import IdentityError, LinkClosed, LinkError, LinkTimeout, RavnestError
-from ..net.addresses import Address, show
-from ..net.identity import Identity
+from ravnest.core.ids import COORDINATOR
+from ravnest.errors import IdentityError, LinkClosed, LinkError, LinkTimeout, RequestRejected
+from ravnest.protocol.control import NODE_HEADER
+from ravnest.transport.address import Address, show
+from ravnest.transport.identity import Identity
 
-__all__ = ["COORDINATOR", "Client", "Refused", "blind_context", "member_context", "pinned_context"]
+__all__ = ["COORDINATOR", "Client", "LocalClient", "member_context", "pinned_context", "unverified_context"]
 
-COORDINATOR = "coordinator"
 _CONNECT_S = 10.0
 _READ_S = 30.0
-_MAX_ANSWER_BYTES = 64 * 1024
+_MAX_BODY_BYTES = 64 * 1024
 
 
-class Refused(RavnestError):
-    """The coordinator said no; `status` is HTTP's."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
-def blind_context() -> ssl.SSLContext:
-    """Trusts whoever answers; only to look at what it shows, never to tell it anything."""
+def unverified_context() -> ssl.SSLContext:
+    """Return a context that accepts any server; only for reading public data, never for secrets."""
     context = _context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -43,19 +37,19 @@ def blind_context() -> ssl.SSLContext:
 
 
 def pinned_context(authority_pem: bytes) -> ssl.SSLContext:
-    """Trusts the coordinator of this authority and nobody else."""
+    """Return a context that accepts only the coordinator of this authority."""
     context = _context()
     context.load_verify_locations(cadata=authority_pem.decode())
     return context
 
 
 def member_context(identity: Identity) -> ssl.SSLContext:
-    """The same, and shows who we are."""
+    """Return a pinned context that also presents the certificate of this node."""
     try:
         context = pinned_context(identity.authority_path.read_bytes())
         context.load_cert_chain(identity.certificate_path, identity.key_path)
     except (OSError, ssl.SSLError) as error:
-        raise IdentityError(f"the identity in {identity.directory} cannot be used: {error}") from error
+        raise IdentityError(f"cannot use the identity in {identity.directory}: {error}") from error
     return context
 
 
@@ -67,7 +61,7 @@ def _context() -> ssl.SSLContext:
 
 
 class Client:
-    """Requests to the coordinator at one address; a context that ends its connections."""
+    """Requests to the coordinator at one address; as a context manager it closes its connections."""
 
     def __init__(self, address: Address, context: ssl.SSLContext) -> None:
         self.address = address
@@ -83,24 +77,24 @@ class Client:
         await self._session.close()
 
     @contextlib.asynccontextmanager
-    async def request(self, method: str, path: str, **given: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that says yes."""
-        with self._told():
+    async def request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and yield the successful response."""
+        with self._translated_errors():
             async with self._session.request(
-                method, path, server_hostname=COORDINATOR, allow_redirects=False, **given
+                method, path, server_hostname=COORDINATOR, allow_redirects=False, **options
             ) as response:
                 if response.status != 200:
-                    raise Refused(await _reason(response), response.status)
+                    raise RequestRejected(await _reason(response), response.status)
                 yield response
 
-    async def ask(self, method: str, path: str, **given: Any) -> bytes:
-        """A short answer, whole."""
-        async with self.request(method, path, **given) as response:
-            return await _short(response)
+    async def ask(self, method: str, path: str, **options: Any) -> bytes:
+        """Send a request and return the whole, short body of the response."""
+        async with self.request(method, path, **options) as response:
+            return await _read_body(response)
 
     async def connect(self, path: str, *, max_message_bytes: int) -> aiohttp.ClientWebSocketResponse[bool]:
-        """A WebSocket, which is the caller's to close."""
-        with self._told():
+        """Open a WebSocket, which the caller must close."""
+        with self._translated_errors():
             try:
                 return await self._session.ws_connect(
                     path,
@@ -110,41 +104,60 @@ class Client:
                     heartbeat=_READ_S,
                 )
             except aiohttp.WSServerHandshakeError as error:
-                await self.ask("GET", path)  # which is refused too, and in words
-                raise Refused(f"the coordinator does not talk to this node: {error.message}", error.status) from error
+                await self.ask("GET", path)  # rejected too, with a reason
+                raise RequestRejected(f"the coordinator rejected the session: {error.message}", error.status) from error
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """What aiohttp raises, in our words."""
-        where = show(self.address)
+    def _translated_errors(self) -> Iterator[None]:
+        """Translate exceptions of aiohttp."""
+        address = show(self.address)
         try:
             yield
         except TimeoutError as error:
-            raise LinkTimeout(f"the coordinator at {where} does not answer: no word in time") from error
+            raise LinkTimeout(f"the coordinator at {address} does not answer: timed out") from error
         except aiohttp.ClientConnectorCertificateError as error:
-            raise LinkError(f"at {where} is somebody else than the coordinator of this ticket") from error
+            raise LinkError(f"the server at {address} is not the coordinator of this ticket") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise LinkClosed(f"the coordinator at {where} does not answer: {_words(error)}") from error
+            raise LinkClosed(f"the coordinator at {address} does not answer: {_describe(error)}") from error
 
 
-def _words(error: Exception) -> str:
-    """What went wrong, without aiohttp's own words over it."""
+class LocalClient(Client):
+    """Requests to the coordinator of a local run over its unix socket, in the name of a node or the requester."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.address = (str(path), 0)
+        self._path, self._name = path, name
+
+    async def __aenter__(self) -> LocalClient:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
+        self._session = aiohttp.ClientSession(
+            f"http://{COORDINATOR}",
+            connector=aiohttp.UnixConnector(str(self._path)),
+            timeout=limits,
+            headers={NODE_HEADER: self._name},
+        )
+        return self
+
+
+def _describe(error: Exception) -> str:
+    """Return the system's message, without what aiohttp adds to it."""
     number = getattr(error, "errno", None)
     return os.strerror(number) if isinstance(number, int) and number > 0 else str(error) or type(error).__name__
 
 
-async def _short(response: aiohttp.ClientResponse) -> bytes:
-    answer = bytearray()
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
     async for chunk in response.content.iter_any():
-        answer += chunk
-        if len(answer) > _MAX_ANSWER_BYTES:
-            raise LinkError(f"the coordinator's answer is over {_MAX_ANSWER_BYTES} bytes")
-    return bytes(answer)
+        body += chunk
+        if len(body) > _MAX_BODY_BYTES:
+            raise LinkError(f"the coordinator's response is longer than {_MAX_BODY_BYTES} bytes")
+    return bytes(body)
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
-    """The sentence in an answer that says no."""
+    """Return the reason in a rejecting response."""
     with contextlib.suppress(ValueError, LinkError):
-        said = msgspec.json.decode(await _short(response), type=dict[str, Any])
-        return str(said["error"])[:1000] if "error" in said else f"the coordinator answered {response.status}"
-    return f"the coordinator answered {response.status}"
+        body = msgspec.json.decode(await _read_body(response), type=dict[str, Any])
+        if "error" in body:
+            return str(body["error"])[:1000]
+    return f"the coordinator answered with status {response.status}"

@@ -1,7 +1,6 @@
-"""Files between a node and its coordinator: fetched into the node's own directory, checked while they come.
+"""Transfer files between a node and its coordinator, in chunks.
 
-A file is taken only at the length that was announced, which is bounded before a byte is asked for, and with the digest
-that it is named by. Files go either way a piece at a time.
+A fetched file must have the announced length, which is bounded before it is requested, and the announced digest.
 """
 
 from __future__ import annotations
@@ -9,80 +8,99 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import shutil
 from pathlib import Path
 from typing import IO
 
-from ..core.control import Blob, Part
-from ..core.errors import LinkError, ProgramError
-from ..core.orders import Saved
-from ..graph.limits import Limits
-from .client import Client
-from .talk import Take
+from ravnest.errors import LinkError, ProgramError
+from ravnest.graph.limits import StageLimits
+from ravnest.node.client import Client, LocalClient
+from ravnest.protocol.commands import StateSaved
+from ravnest.protocol.control import FILE_HEADER, Assignment, Blob
+from ravnest.protocol.worker import AssignStage
 
-__all__ = ["fetch", "fetch_part", "send_saved"]
+__all__ = ["fetch", "fetch_stage", "upload_saved"]
 
-_MAX_BRIEF_BYTES = 4 * 2**20
-_STATE_FACTOR = 2  # a whole state on disk may be larger than what of it is in memory
-_PIECE_BYTES = 2**18
+_MAX_CONFIG_BYTES = 4 * 2**20
+_STATE_FACTOR = 2  # a whole state on disk may be larger than the part of it in memory
+_CHUNK_BYTES = 2**18
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-async def fetch_part(client: Client, part: Part, directory: Path, *, max_weights_bytes: int) -> Take:
-    """All files of a part, and the order to be it."""
-    file, brief, weights = directory / "stage", directory / "brief", directory / "weights"
-    await fetch(client, part.file, file, max_bytes=Limits().text_bytes)
-    await fetch(client, part.brief, brief, max_bytes=_MAX_BRIEF_BYTES)
-    if part.weights is not None:
-        await fetch(client, part.weights, weights, max_bytes=max_weights_bytes)
-    states = tuple(directory / f"state-{i}" for i in range(len(part.states)))
-    for blob, path in zip(part.states, states, strict=True):
+async def fetch_stage(
+    client: Client, assignment: Assignment, directory: Path, *, max_weights_bytes: int
+) -> AssignStage:
+    """Fetch all files of an assignment; return the message that assigns it to the worker."""
+    file, config, weights = directory / "stage", directory / "config", directory / "weights"
+    await fetch(client, assignment.file, file, max_bytes=StageLimits().text_bytes)
+    await fetch(client, assignment.brief, config, max_bytes=_MAX_CONFIG_BYTES)
+    if assignment.weights is not None:
+        await fetch(client, assignment.weights, weights, max_bytes=max_weights_bytes)
+    states = tuple(directory / f"state-{i}" for i in range(len(assignment.states)))
+    for blob, path in zip(assignment.states, states, strict=True):
         await fetch(client, blob, path, max_bytes=_STATE_FACTOR * max_weights_bytes)
-    return Take(
-        part=part, coordinator=client.address, file=str(file), brief=str(brief),
-        weights="" if part.weights is None else str(weights), states=tuple(map(str, states)),
+    return AssignStage(
+        assignment=assignment, coordinator=client.address, file=str(file), config=str(config),
+        weights="" if assignment.weights is None else str(weights), states=tuple(map(str, states)),
     )  # fmt: skip
 
 
 async def fetch(client: Client, blob: Blob, path: Path, *, max_bytes: int) -> None:
-    """Whole and as announced, or not at all."""
+    """Fetch a file to `path`; raises `ProgramError` unless it is as announced, `LinkError` if it is incomplete."""
     if not _DIGEST.fullmatch(blob.digest):
-        raise ProgramError(f"{blob.digest!r:.80} is not the digest of a file")
+        raise ProgramError(f"{blob.digest!r:.80} is not a SHA-256 digest")
     if not 0 <= blob.num_bytes <= max_bytes:
-        raise ProgramError(f"a file of {blob.num_bytes} bytes was announced, at most {max_bytes} are taken")
-    digest, left_bytes = hashlib.sha256(), blob.num_bytes
+        raise ProgramError(f"a file has at most {max_bytes} bytes, announced are {blob.num_bytes}")
+    digest, remaining_bytes = hashlib.sha256(), blob.num_bytes
     try:
         with path.open("wb") as file:
             async with client.request("GET", f"/v1/blobs/{blob.digest}") as response:
-                async for piece in response.content.iter_chunked(_PIECE_BYTES):
-                    left_bytes -= len(piece)
-                    if left_bytes < 0:
-                        raise ProgramError(f"a file is longer than the {blob.num_bytes} bytes announced")
-                    digest.update(piece)
-                    await asyncio.to_thread(_write, file, piece)
+                if isinstance(client, LocalClient) and FILE_HEADER in response.headers:
+                    file.close()
+                    await asyncio.to_thread(_link, Path(response.headers[FILE_HEADER]), path)
+                    return  # written and hashed by the same user on this host
+                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                    remaining_bytes -= len(chunk)
+                    if remaining_bytes < 0:
+                        raise ProgramError(f"the file is longer than the announced {blob.num_bytes} bytes")
+                    digest.update(chunk)
+                    await asyncio.to_thread(_write, file, chunk)
     except OSError as error:
-        raise _unkept(error) from error
-    if left_bytes:
-        raise LinkError(f"a file ended {left_bytes} bytes early")
+        raise _disk_error(error) from error
+    if remaining_bytes:
+        raise LinkError(f"the file ended {remaining_bytes} bytes early")
     if digest.hexdigest() != blob.digest:
-        raise ProgramError("a file is not what was announced: its digest differs")
+        raise ProgramError(f"the digest of the file differs from the announced {blob.digest}")
 
 
-def _write(file: IO[bytes], piece: bytes) -> None:
-    """An error of the disk must not look like one of the line."""
+def _write(file: IO[bytes], chunk: bytes) -> None:
+    """Write, so that an error of the disk does not look like one of the connection."""
     try:
-        file.write(piece)
+        file.write(chunk)
     except OSError as error:
-        raise _unkept(error) from error
+        raise _disk_error(error) from error
 
 
-def _unkept(error: OSError) -> ProgramError:
-    return ProgramError(f"this PC cannot keep the files of its part: {error.strerror or error}")
+def _disk_error(error: OSError) -> ProgramError:
+    return ProgramError(f"cannot write the files of the stage: {error.strerror or error}")
 
 
-async def send_saved(client: Client, path: Path, generation: int, saved: Saved) -> None:
-    """A stage's weights, or all that it had learnt."""
-    where = f"weights/{generation}/{saved.stage}"
+def _link(source: Path, path: Path) -> None:
+    """Hard-link a file of this host; copy it where that is impossible."""
+    path.unlink(missing_ok=True)
+    try:
+        path.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, path)
+
+
+async def upload_saved(client: Client, path: Path, generation: int, saved: StateSaved) -> None:
+    """Upload the weights of a stage, or its whole state."""
+    target = f"weights/{generation}/{saved.stage}"
     if saved.is_state:
-        where = f"states/{generation}/{saved.stage}/{saved.updates}"
+        target = f"states/{generation}/{saved.stage}/{saved.updates}"
+    if isinstance(client, LocalClient):
+        await client.ask("PUT", f"/v1/{target}", headers={FILE_HEADER: str(path)})
+        return
     with path.open("rb") as file:
-        await client.ask("PUT", f"/v1/{where}", data=file)
+        await client.ask("PUT", f"/v1/{target}", data=file)

@@ -1,7 +1,7 @@
-"""One conversation with the coordinator: `Hello`, then what there is to say and to hear, until it breaks.
+"""Run one session with the coordinator: `Hello`, then messages in both directions until the connection breaks.
 
-What is to be said waits in an outbox that outlives the conversation, so what happened while nobody listened is said
-afterwards. It is bounded: of what happened in a long silence, the newest is kept.
+Messages wait in an outbox that outlives the session, so that the next session sends what happened in between. The
+outbox is bounded; when it is full, the oldest messages are dropped.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from ..core.control import MAX_MESSAGE_BYTES, Beat, Goodbye, Hello, Said, Told, Welcome
-from ..core.errors import FrameError, LinkClosed, LinkTimeout, RavnestError
-from .client import Client
+from ravnest.errors import FrameError, LinkClosed, LinkTimeout, RavnestError
+from ravnest.node.client import Client
+from ravnest.protocol.control import MAX_MESSAGE_BYTES, Disconnect, FromCoordinator, FromNode, Heartbeat, Hello, Welcome
 
-__all__ = ["Outbox", "SentAway", "converse"]
+__all__ = ["Outbox", "DisconnectedByCoordinator", "run_session"]
 
 _WELCOME_S = 20.0
 _SEND_S = 30.0
-_LEAST_BEAT_S, _MOST_BEAT_S = 0.1, 60.0
-_MOST_WAITING = 4096
+_MIN_HEARTBEAT_S, _MAX_HEARTBEAT_S = 0.1, 60.0
+_MAX_WAITING = 4096
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
+_decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(FromCoordinator)
 
 
-class SentAway(RavnestError):
-    """The coordinator said goodbye; `again`: and that one may come back."""
+class DisconnectedByCoordinator(RavnestError):
+    """The coordinator ended the session; `again`: the node may reconnect."""
 
     def __init__(self, reason: str, *, again: bool) -> None:
         super().__init__(reason)
@@ -39,47 +39,54 @@ class SentAway(RavnestError):
 
 
 class Outbox:
-    """What is to be said, in order; used in one asyncio loop."""
+    """Messages to send, in order; for one asyncio loop."""
 
-    def __init__(self, most: int = _MOST_WAITING) -> None:
-        self._waiting: deque[Said] = deque(maxlen=most)
+    def __init__(self, capacity: int = _MAX_WAITING) -> None:
+        self._waiting: deque[FromNode] = deque(maxlen=capacity)
         self._changed = asyncio.Event()
 
-    def put(self, said: Said) -> None:
-        self._waiting.append(said)
+    def put(self, message: FromNode) -> None:
+        self._waiting.append(message)
         self._changed.set()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def first(self) -> Said:
-        """What is to be said next; it stays until `drop`, in case saying it fails."""
+    async def first(self) -> FromNode:
+        """Wait for the next message; it stays until `drop`, in case sending fails."""
         while not self._waiting:
             self._changed.clear()
             await self._changed.wait()
         return self._waiting[0]
 
-    def drop(self, said: Said) -> None:
-        if self._waiting and self._waiting[0] is said:
+    def drop(self, message: FromNode) -> None:
+        if self._waiting and self._waiting[0] is message:
             self._waiting.popleft()
 
 
-async def converse(
-    client: Client, hello: Hello, outbox: Outbox, heard: Callable[[Told], None], doing: Callable[[], str]
+async def run_session(
+    client: Client,
+    hello: Hello,
+    outbox: Outbox,
+    on_message: Callable[[FromCoordinator], None],
+    activity: Callable[[], str],
 ) -> None:
-    """Until it breaks (`LinkError`) or the coordinator says goodbye (`SentAway`), which it does after a `Leave`."""
+    """Run until the connection breaks (`LinkError`) or the coordinator ends it (`DisconnectedByCoordinator`).
+
+    The coordinator answers a `LeaveRequest` by ending the session. `activity` is the text of heartbeats.
+    """
     socket = await client.connect("/v1/control", max_message_bytes=MAX_MESSAGE_BYTES)
     try:
         await _send(socket, hello)
-        welcome = await _hear(socket, _WELCOME_S)
-        _raise_goodbye(welcome)
+        welcome = await _receive(socket, _WELCOME_S)
         if not isinstance(welcome, Welcome):
-            raise FrameError(f"the coordinator answered {type(welcome).__name__} to a hello")
-        heard(welcome)
+            raise FrameError(f"the coordinator answered a Hello with {type(welcome).__name__}, expected Welcome")
+        on_message(welcome)
+        interval_s = min(max(welcome.beat_s, _MIN_HEARTBEAT_S), _MAX_HEARTBEAT_S)
         await _until_first(
-            _say_all(socket, outbox),
-            _hear_all(socket, heard),
-            _beat(outbox, min(max(welcome.beat_s, 0.1), 60.0), doing),
+            _send_all(socket, outbox),
+            _receive_all(socket, on_message),
+            _send_heartbeats(outbox, interval_s, activity),
         )
     finally:
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
@@ -87,9 +94,9 @@ async def converse(
                 await socket.close()
 
 
-async def _until_first(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one ends, or fails; then end the others."""
-    tasks = [asyncio.create_task(work) for work in works]
+async def _until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends or fails; then cancel the others."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -100,50 +107,49 @@ async def _until_first(*works: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _say_all(socket: aiohttp.ClientWebSocketResponse[bool], outbox: Outbox) -> None:
+async def _send_all(socket: aiohttp.ClientWebSocketResponse[bool], outbox: Outbox) -> None:
     while True:
-        said = await outbox.first()
-        await _send(socket, said)
-        outbox.drop(said)
+        message = await outbox.first()
+        await _send(socket, message)
+        outbox.drop(message)
 
 
-async def _hear_all(socket: aiohttp.ClientWebSocketResponse[bool], heard: Callable[[Told], None]) -> None:
+async def _receive_all(
+    socket: aiohttp.ClientWebSocketResponse[bool], on_message: Callable[[FromCoordinator], None]
+) -> None:
     while True:
-        told = await _hear(socket, None)  # a silent connection is noticed by the WebSocket's own heartbeat
-        _raise_goodbye(told)
-        heard(told)
+        on_message(await _receive(socket, None))  # the WebSocket's own heartbeat detects a dead connection
 
 
-async def _beat(outbox: Outbox, beat_s: float, doing: Callable[[], str]) -> None:
+async def _send_heartbeats(outbox: Outbox, interval_s: float, activity: Callable[[], str]) -> None:
     while True:
-        await asyncio.sleep(beat_s)
-        if not len(outbox):  # else something is being said anyway
-            outbox.put(Beat(doing()[:200]))
+        await asyncio.sleep(interval_s)
+        if not len(outbox):  # any other message is a sign of life too
+            outbox.put(Heartbeat(activity()[:200]))
 
 
-def _raise_goodbye(told: Told) -> None:
-    if isinstance(told, Goodbye):
-        raise SentAway(told.reason, again=told.again)
-
-
-async def _send(socket: aiohttp.ClientWebSocketResponse[bool], said: Said) -> None:
+async def _send(socket: aiohttp.ClientWebSocketResponse[bool], message: FromNode) -> None:
     try:
         async with asyncio.timeout(_SEND_S):
-            await socket.send_bytes(_encoder.encode(said))
+            await socket.send_bytes(_encoder.encode(message))
     except TimeoutError as error:
-        raise LinkTimeout("the coordinator hears nothing") from error
+        raise LinkTimeout(f"the coordinator accepted no message within {_SEND_S:g} s") from error
     except (aiohttp.ClientError, OSError, RuntimeError) as error:
-        raise LinkClosed(f"the coordinator has closed the conversation or died: {error}") from error
+        raise LinkClosed(f"lost the session with the coordinator: {error}") from error
 
 
-async def _hear(socket: aiohttp.ClientWebSocketResponse[bool], within_s: float | None) -> Told:
+async def _receive(socket: aiohttp.ClientWebSocketResponse[bool], timeout_s: float | None) -> FromCoordinator:
+    """Receive a message; a `Disconnect` raises `DisconnectedByCoordinator`."""
     try:
-        message = await socket.receive(within_s)
+        frame = await socket.receive(timeout_s)
     except TimeoutError as error:
-        raise LinkTimeout("the coordinator says nothing") from error
-    if message.type is aiohttp.WSMsgType.BINARY:
-        try:
-            return _decoder.decode(message.data)
-        except ValueError as error:
-            raise FrameError(f"what the coordinator says cannot be read: {error}") from error
-    raise LinkClosed("the coordinator has closed the conversation or died")
+        raise LinkTimeout(f"the coordinator sent nothing within {timeout_s:g} s") from error
+    if frame.type is not aiohttp.WSMsgType.BINARY:
+        raise LinkClosed("lost the session with the coordinator")
+    try:
+        message = _decoder.decode(frame.data)
+    except ValueError as error:
+        raise FrameError(f"could not decode a message of the coordinator: {error}") from error
+    if isinstance(message, Disconnect):
+        raise DisconnectedByCoordinator(message.reason, again=message.again)
+    return message

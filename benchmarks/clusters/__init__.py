@@ -1,0 +1,1 @@
+"""Benchmark of the training quality of clusters that average."""

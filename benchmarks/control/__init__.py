@@ -1,0 +1,1 @@
+"""Benchmark of the coordinator with many agents."""

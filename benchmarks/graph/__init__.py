@@ -1,0 +1,1 @@
+"""Benchmark of tracing and splitting: a model in stages against eager PyTorch."""

@@ -1,0 +1,1 @@
+"""Benchmark of the local pipeline against torch's schedules and DDP."""

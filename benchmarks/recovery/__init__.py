@@ -1,0 +1,1 @@
+"""Benchmark of failures and recovery, on the testbed."""

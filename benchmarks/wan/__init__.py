@@ -1,0 +1,1 @@
+"""Benchmark of a pipeline over home lines, on the testbed."""

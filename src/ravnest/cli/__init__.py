@@ -1,0 +1,1 @@
+"""The `ravnest` command: one module per subcommand, and rendering."""

@@ -1,0 +1,121 @@
+"""`ravnest join`: run the agent that contributes this PC to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ravnest import __version__
+from ravnest.cli.options import Debug
+from ravnest.core.host import host_name
+from ravnest.core.ids import check_id
+from ravnest.core.units import parse_bytes, parse_rate
+
+if TYPE_CHECKING:
+    from ravnest.node.agent import AgentConfig
+    from ravnest.node.console import AgentConsole
+    from ravnest.node.membership import TicketMembership
+
+__all__ = ["join"]
+
+_INTERRUPTED = 130
+
+
+def join(
+    ticket: Annotated[str, typer.Argument(help="The ticket that `ravnest train --listen` printed: rav1-...")],
+    name: Annotated[str | None, typer.Option(help="Name of this PC in the run. Without it: its host name.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory limit, such as 4GB. Without it: what is free now.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Processor cores to use. Without it: all of them.")] = None,
+    max_upload: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Upload limit, such as '10 Mbit/s'. Without it: no limit.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for links from other nodes; 0: a free one, kept for next time.")
+    ] = 0,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Directory of this node's key and files. Without it: the user's data directory.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Contribute this PC to a run: measure it, join, train the assigned stage, and reconnect when the link is lost.
+
+    None of the requester's code runs here, only checked arithmetic. Ctrl-C leaves once others have taken over; a
+    second Ctrl-C leaves at once. Exit code 1: the coordinator has removed this node.
+
+    Example: `ravnest join rav1-... --name attic --memory 4GB --max-upload "10 Mbit/s"`
+    """
+    from ravnest.node.agent import AgentConfig
+    from ravnest.node.membership import TicketMembership
+    from ravnest.node.storage import NodeStorage, node_directory
+    from ravnest.transport.ticket import Ticket
+
+    parsed, node = Ticket.parse(ticket), check_id(name) if name else host_name()
+    directory = node_directory(data_dir, parsed.fingerprint, node)
+    config = AgentConfig(
+        release=__version__,
+        home=NodeStorage(directory),
+        port=port,
+        memory_bytes=None if memory is None else parse_bytes(memory),
+        threads=threads,
+        max_upload_bytes_per_s=None if max_upload is None else parse_rate(max_upload),
+    )
+    sys.exit(_run_agent(config, TicketMembership(parsed, node, __version__, directory)))
+
+
+def _run_agent(config: AgentConfig, membership: TicketMembership) -> int:
+    """Run until Ctrl-C (exit code 0), or until the coordinator removes this node (1)."""
+    from ravnest.node.console import AgentConsole
+    from ravnest.node.session import DisconnectedByCoordinator
+
+    console = AgentConsole(Console(highlight=False, markup=False, soft_wrap=True).print)
+    try:
+        asyncio.run(_run_until_interrupted(config, membership, console))
+    except DisconnectedByCoordinator as error:
+        console.log(f"removed by the coordinator: {error}")
+        return 1
+    console.log("left")
+    return 0
+
+
+async def _run_until_interrupted(config: AgentConfig, membership: TicketMembership, console: AgentConsole) -> None:
+    from ravnest.node.agent import Agent
+
+    agent = Agent(config, membership, console)
+    is_leaving = False
+
+    def interrupted() -> None:
+        nonlocal is_leaving
+        if is_leaving:
+            agent.kill()
+            os._exit(_INTERRUPTED)
+        is_leaving = True
+        agent.leave()
+
+    with _on_signals(interrupted):
+        await agent.run()
+
+
+@contextlib.contextmanager
+def _on_signals(interrupted: Callable[[], None]) -> Iterator[None]:
+    """Call `interrupted` in the running event loop on SIGINT and SIGTERM."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(interrupted))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

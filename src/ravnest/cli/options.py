@@ -1,0 +1,99 @@
+"""Options of commands: those generated from the fields of `TrainingConfig`, and former names that still work."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from ravnest.config import Option, TrainingConfig, options
+from ravnest.core.units import parse_seconds
+
+__all__ = ["Command", "Debug", "config_options"]
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+_RENAMED_FLAGS = {
+    "--accumulate": "--microbatches-per-step",
+    "--codec": "--averaging-compression",
+    "--compression": "--activation-compression",
+    "--coordinator": "--coordinator-dir",
+    "--folder": "--run-dir",
+    "--outer": "--outer-optimizer",
+    "--wait": "--settle-time",
+    "--whole": "--allow-single-node",
+}
+_RENAMED_VALUES = {("outer_optimizer", "plain"): "none"}
+
+
+class Command(TyperCommand):
+    """A command that accepts the former names of its options; `--help` shows the present ones."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [*map(_present_flag, args[:end]), *args[end:]])
+
+
+def _present_flag(arg: str) -> str:
+    flag, equals, value = arg.partition("=")
+    return _RENAMED_FLAGS.get(flag, flag) + equals + value
+
+
+def config_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each field of `TrainingConfig`, or for these ones only.
+
+    The command takes them as `**changes`: the fields that were given on the command line, and no others. A switch
+    `--recompute` has a hidden opposite `--no-recompute`, for a job file that turns it on.
+    """
+    chosen = [option for option in options() if not names or option.name in names]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            own = {name: value for name, value in given.items() if name in signature.parameters}
+            changes = {option.name: _value(option, given) for option in chosen}
+            command(**own, **{name: value for name, value in changes.items() if value is not None})
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        run.__signature__ = signature.replace(parameters=[*own, *_parameters(chosen)])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _parameters(chosen: list[Option]) -> Iterator[inspect.Parameter]:
+    """The options as parameters that typer reads; None stands for an option that is not given."""
+    hints = get_type_hints(TrainingConfig, localns={"Correction": object})
+    for option in chosen:
+        hint = hints[option.name]
+        kind = next((kind for kind in (bool, int) if kind in (hint, *get_args(hint))), str)
+        shown = typer.Option(
+            option.flag,
+            help=option.text,
+            metavar=option.metavar or "|".join(option.choices) or ("N" if kind is int else None),
+            hidden=option.is_hidden,
+            rich_help_panel=option.group,
+            min=option.min if kind is int else None,
+            max=option.max if kind is int else None,
+        )
+        yield _parameter(option.name, kind, shown)
+        if kind is bool:
+            yield _parameter(f"no_{option.name}", bool, typer.Option(f"--no-{option.flag[2:]}", hidden=True))
+
+
+def _parameter(name: str, kind: type, shown: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, shown]  # type: ignore[valid-type]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _value(option: Option, given: dict[str, Any]) -> Any:
+    """The value of a field for what was written on the command line; None if nothing was."""
+    value: Any = False if given.get(f"no_{option.name}") else given[option.name]
+    if value is not None and option.name.endswith("_s"):
+        return parse_seconds(value)
+    return _RENAMED_VALUES.get((option.name, value), value)

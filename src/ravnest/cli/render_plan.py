@@ -1,0 +1,178 @@
+"""A fleet plan as tables: one per cluster, or one line per cluster where there are many, then the totals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ravnest.cli.plan_report import ClusterReport, LinkReport, PlanReport, SimulationReport, StageReport
+from ravnest.core.units import format_bytes, format_seconds
+from ravnest.planner.fleet import IdleMachine
+from ravnest.planner.upgrade import Upgrade
+
+__all__ = ["plan_page"]
+
+_MANY_NODES = 24  # beyond, a cluster is one line
+_MAX_LINES = 24
+_MAX_NAMES = 8
+_MAX_EVENTS = 6
+
+
+def plan_page(report: PlanReport) -> RenderableType:
+    """The whole plan, for a terminal."""
+    parts: list[RenderableType] = []
+    if sum(len(cluster.stages) for cluster in report.clusters) > _MANY_NODES:
+        parts.append(_many_clusters(report.clusters))
+    else:
+        parts += [_cluster(i, cluster) for i, cluster in enumerate(report.clusters)]
+    return Group(*parts, _totals(report))
+
+
+def _cluster(number: int, cluster: ClusterReport) -> Table:
+    update = f"{_counted(cluster.update_microbatches, 'microbatch')} ({_counted(cluster.update_samples, 'sample')})"
+    table = Table(
+        title=f"cluster {number}: {_counted(len(cluster.stages), 'node')}, {_rate(cluster.samples_per_s)}, "
+        f"{update} an update, {_late(cluster.staleness)}",
+        caption=cluster.reason,
+        title_justify="left",
+        caption_justify="left",
+        collapse_padding=True,
+        expand=True,
+    )
+    for name in ("stage", "node", "ops", "weights", "memory", "busy", "line", "to the next", "in flight", "late"):
+        table.add_column(name, justify="left" if name == "node" else "right", overflow="fold", no_wrap=name != "node")
+    for j, stage in enumerate(cluster.stages):
+        table.add_row(str(j), *_stage(stage))
+    return table
+
+
+def _stage(stage: StageReport) -> Iterator[str]:
+    yield stage.node
+    yield f"{stage.first_op}-{stage.first_op + stage.num_ops - 1}"
+    yield format_bytes(stage.parameter_bytes)
+    yield f"{format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_limit_bytes)}"
+    yield f"{stage.busy:.0%}"
+    yield f"{stage.line_used:.0%}"
+    yield _link(stage.link) if stage.link is not None else ""
+    yield str(stage.in_flight)
+    yield str(stage.staleness)
+
+
+def _link(link: LinkReport) -> str:
+    return f"{format_bytes(link.forward_bytes)}, {format_seconds(link.seconds)}, {link.used:.0%}"
+
+
+def _many_clusters(clusters: Sequence[ClusterReport]) -> Table:
+    """A line per kind of cluster; clusters that differ only in names share one."""
+    table = Table(title=f"{len(clusters)} clusters", title_justify="left", expand=True)
+    for name in ("clusters", "nodes", "samples/s each", "fullest memory", "in flight", "late", "what limits it"):
+        table.add_column(name, justify="left" if name == "what limits it" else "right")
+    lines = groupby(sorted(clusters, key=lambda c: -c.samples_per_s), _summary)
+    rows = [(summary, len(list(alike))) for summary, alike in lines]
+    for summary, count in rows[:_MAX_LINES]:
+        table.add_row(str(count), *summary)
+    if len(rows) > _MAX_LINES:
+        table.caption = f"and {sum(count for _, count in rows[_MAX_LINES:])} slower ones; --json shows all"
+    return table
+
+
+def _summary(cluster: ClusterReport) -> tuple[str, ...]:
+    fullest = max(stage.memory_bytes / stage.memory_limit_bytes for stage in cluster.stages)
+    return (
+        str(len(cluster.stages)),
+        f"{cluster.samples_per_s:.3g}",
+        f"{fullest:.0%}",
+        str(max(stage.in_flight for stage in cluster.stages)),
+        str(cluster.staleness),
+        cluster.reason,
+    )
+
+
+def _totals(report: PlanReport) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column()
+    for name, text in _facts(report):
+        grid.add_row(name, Text(text))
+    return grid
+
+
+def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
+    working = sum(len(cluster.stages) for cluster in report.clusters)
+    yield (
+        "in all",
+        f"{_rate(report.samples_per_s)} from {_counted(len(report.clusters), 'cluster')} of "
+        f"{_counted(working, 'node')}, microbatches of {_counted(report.microbatch, 'sample')}, "
+        f"{_late(report.staleness)}",
+    )
+    yield "because", report.reason
+    for name, idle in (("spare", report.spares), ("left out", report.left_out)):
+        for reason, names in _by_reason(idle):
+            yield name, f"{names}: {reason}"
+    yield "averaging", _averaging(report)
+    if report.upgrade is not None:
+        yield "upgrade first", _upgrade(report.upgrade)
+    if report.simulation is not None:
+        yield from _simulated(report.simulation)
+    yield (
+        "measured here",
+        f"{report.measured_gflops:.3g} GFLOP/s at this model, {report.microbatch_gflop:.3g} GFLOP a microbatch",
+    )
+
+
+def _upgrade(upgrade: Upgrade) -> str:
+    gives = f"would give {_rate(upgrade.samples_per_s)}, {upgrade.gain:+.1%}"
+    return f"{upgrade.name}: {upgrade.change}, {gives} ({upgrade.reason})"
+
+
+def _simulated(report: SimulationReport) -> Iterator[tuple[str, str]]:
+    bubble = "" if report.bubble is None else f", bubble {report.bubble:.1%}"
+    late = ", ".join(f"{late}: {count:,}" for late, count in report.staleness.items())
+    yield (
+        f"simulated {format_seconds(report.duration_s)}",
+        f"{_rate(report.samples_per_s)}, with full pipes {_rate(report.steady_samples_per_s)}{bubble}; gradients by "
+        f"updates late {late}; microbatches: {report.microbatches_trained:,} trained, "
+        f"{report.microbatches_lost:,} lost, {report.microbatches_repeated:,} of them repeated"
+        f"{'' if report.happenings else '; no failures'}",
+    )
+    for text in report.happenings[:_MAX_EVENTS]:
+        yield "", text
+    if (more := len(report.happenings) - _MAX_EVENTS) > 0:
+        yield "", f"and {more} more events; --json shows all"
+
+
+def _averaging(report: PlanReport) -> str:
+    rings = report.rings
+    if not rings.num_rings:
+        return rings.reason
+    return (
+        f"{_counted(rings.num_rings, 'segment')}, a ring each; a node sends up to "
+        f"{format_bytes(rings.max_sent_bytes)} a round, which takes {format_seconds(rings.round_s)} ({rings.reason})"
+    )
+
+
+def _by_reason(idle: Iterable[IdleMachine]) -> Iterator[tuple[str, str]]:
+    """Each reason with the machines that it applies to."""
+    by_reason: dict[str, list[str]] = {}
+    for machine in idle:
+        by_reason.setdefault(machine.reason, []).append(machine.name)
+    for reason, names in by_reason.items():
+        more = len(names) - _MAX_NAMES
+        yield reason, ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _late(staleness: int) -> str:
+    return f"gradients {_counted(staleness, 'update')} late" if staleness else "no gradient late"
+
+
+def _rate(samples_per_s: float) -> str:
+    return f"{samples_per_s:.3g} samples/s" if samples_per_s < 1000 else f"{samples_per_s:,.0f} samples/s"
+
+
+def _counted(number: int, what: str) -> str:
+    plural = "microbatches" if what == "microbatch" else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"

@@ -1,0 +1,42 @@
+"""Aggregates rejected connections into rate-limited events, so that clients cannot flood the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from ravnest.coordinator.events import ConnectionRejected
+
+__all__ = ["RejectionLog"]
+
+_MAX_KINDS = 8  # of address and reason, between two events
+
+
+class RejectionLog:
+    """Runs in an asyncio loop; calls `record` with an event per address and reason, at most every `every_s`."""
+
+    def __init__(
+        self, record: Callable[[ConnectionRejected], None], now_s: Callable[[], float], every_s: float
+    ) -> None:
+        self._record, self._now_s, self._every_s = record, now_s, every_s
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+        self._flushed_s = 0.0
+
+    def add(self, address: str, reason: str) -> None:
+        key = (address.rpartition(":")[0] or address, reason)
+        if key not in self._counts and len(self._counts) >= _MAX_KINDS:
+            key = ("many addresses", "various reasons")
+        self._counts[key] += 1
+        if self._timer is None:
+            wait_s = max(self._flushed_s + self._every_s - self._now_s(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.flush)
+
+    def flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._flushed_s = None, self._now_s()
+        counts, self._counts = self._counts, Counter()
+        for (address, reason), count in counts.items():
+            self._record(ConnectionRejected(self._now_s(), address, reason, count))

@@ -1,0 +1,1 @@
+"""Pure decisions of the coordinator: state in, commands and reasons out."""

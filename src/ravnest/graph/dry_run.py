@@ -1,0 +1,149 @@
+"""Dry run of a stage on meta tensors, which have sizes but no memory, to bound its memory use.
+
+The size of every result is checked before the next op runs, and torch checks shapes and dtypes on the way. Nothing is
+allocated, so rejecting a stage that asks for a terabyte costs nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ravnest.errors import ProgramError
+from ravnest.graph.interpreter import run_op
+from ravnest.graph.limits import StageLimits
+from ravnest.graph.ops import ALLOWED, LITERAL
+from ravnest.graph.program import DTYPES, Draw, Init, Op, Stage, Value, dtype_name, resolve_dim, storage_id
+from ravnest.graph.validate import location
+
+__all__ = ["dry_run", "dry_run_batch"]
+
+_META = torch.device("meta")
+
+
+def dry_run(stage: Stage, limits: StageLimits) -> None:
+    """Reject a stage whose ops do not fit together or would exceed `limits`."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in dict.fromkeys((2, limits.batch)):
+            _run_ops(stage, batch, limits)
+        if stage.init is not None:
+            _run_init(stage.init, stage, limits)
+
+
+def _written_tensor(op: Op, env: dict[str, Any]) -> Tensor:
+    """The tensor that an in-location op writes to."""
+    target = op.args[0]
+    assert isinstance(target, str)
+    tensor: Tensor = env[target[1:]]
+    return tensor
+
+
+def dry_run_batch(stage: Stage, batch: int, limits: StageLimits) -> None:
+    """Dry run at another batch size, before its first microbatch: sizes may depend on it."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _run_ops(stage, batch, limits)
+
+
+def _run_ops(stage: Stage, batch: int, limits: StageLimits) -> None:
+    env: dict[str, Any] = {v.name: _example(v, batch) for v in stage.inputs}
+    env.update((s.name, _meta(s.shape, s.dtype)) for s in stage.state)
+    protected = {storage_id(env[s.name]) for s in stage.state if s.kind == "parameter" or not s.mutated}
+    meter = _Meter(limits)
+    for i, op in enumerate(stage.ops):
+        where = location("op", i, op)
+        if ALLOWED.get(op.op) == "writes" and storage_id(_written_tensor(op, env)) in protected:
+            raise ProgramError(f"{where}: it writes to the memory of a parameter or a constant buffer")
+        meter.run(where, op, env)
+    for value in stage.outputs:
+        _check_output(value, env[value.name], batch)
+
+
+def _run_init(init: Init, stage: Stage, limits: StageLimits) -> None:
+    env: dict[str, Any] = {}
+    meter = _Meter(limits)
+    for i, op in enumerate(init.ops):
+        if op.op == LITERAL:
+            _, dtype, shape = cast(tuple[Any, str, tuple[int, ...]], op.args)  # checked by `validate`
+            env[op.outs[0]] = _meta(shape, dtype[1:])
+        else:
+            meter.run(location("init op", i, op), op, env)
+    for i, draw in enumerate(init.draws):
+        where = location("draw", i, draw)
+        meter.run(where, _draw_op(draw), {"scratch": _meta(draw.shape, draw.dtype)})
+    for item in stage.state:
+        made = env.get(item.target)
+        if made is not None and (tuple(made.shape) != item.shape or dtype_name(made.dtype) != item.dtype):
+            raise ProgramError(
+                f"the init list makes {item.target!r} with {dtype_name(made.dtype)} {tuple(made.shape)}, "
+                f"the stage declares {item.dtype} {item.shape}"
+            )
+
+
+def _draw_op(draw: Draw) -> Op:
+    if draw.op.split(".")[1].endswith("_"):
+        return Op(draw.op, ("",), ("%scratch", *draw.args))
+    return Op(draw.op, ("drawn",), draw.args)
+
+
+class _Meter:
+    """Runs ops one by one and sums the sizes of their results."""
+
+    def __init__(self, limits: StageLimits) -> None:
+        self.limits = limits
+        self.total_bytes = 0
+
+    def run(self, where: str, op: Op, env: dict[str, Any]) -> None:
+        _guarded(where, lambda: run_op(op, env, _META))
+        for out in filter(None, op.outs):
+            self._measure(where, env[out])
+
+    def _measure(self, where: str, result: Any) -> None:
+        if isinstance(result, bool | int | float):
+            return
+        if not isinstance(result, Tensor) or dtype_name(result.dtype) not in DTYPES:
+            raise ProgramError(f"{where}: its result is not a tensor of an allowed dtype")
+        if result.device != _META:
+            raise ProgramError(f"{where}: its result is on {result.device}, not on the device of its arguments")
+        size = result.numel() * result.element_size()
+        self.total_bytes += size
+        if size > self.limits.value_bytes:
+            raise ProgramError(f"{where}: its result has {size} bytes, at most {self.limits.value_bytes} are allowed")
+        if self.total_bytes > self.limits.total_bytes:
+            raise ProgramError(f"{where}: the values of the stage exceed {self.limits.total_bytes} bytes")
+
+
+def _guarded(where: str, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception as error:  # torch rejects bad arguments in many ways, all of them about this op
+        raise ProgramError(f"{where}: {type(error).__name__}: {str(error)[:300]}") from None
+
+
+def _meta(shape: tuple[int, ...], dtype: str) -> Tensor:
+    return torch.empty(shape, dtype=DTYPES[dtype], device=_META)
+
+
+def _example(value: Value, batch: int) -> Any:
+    """A meta tensor or number in place of an input."""
+    if value.number is not None:
+        return resolve_dim(value.number, batch)
+    return _meta(tuple(resolve_dim(d, batch) for d in value.shape), value.dtype)
+
+
+def _check_output(value: Value, made: Any, batch: int) -> None:
+    if value.number is not None:
+        if made != resolve_dim(value.number, batch):
+            raise ProgramError(f"output {value.name!r} is declared as {value.number} but is {made} at batch {batch}")
+        return
+    shape = tuple(resolve_dim(d, batch) for d in value.shape)
+    if tuple(made.shape) != shape or dtype_name(made.dtype) != value.dtype:
+        raise ProgramError(
+            f"output {value.name!r} is declared as {value.dtype} {shape} but is {dtype_name(made.dtype)} "
+            f"{tuple(made.shape)} at batch {batch}"
+        )

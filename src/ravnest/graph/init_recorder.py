@@ -1,0 +1,231 @@
+"""Recording of a model's initialization as data.
+
+The builder runs under fake tensors while every operation is recorded. A slice of that record makes the tensors of one
+stage; random numbers that belong to other tensors become `Draw`s, so that the generator stays in step and each stage
+gets exactly the bits that the whole model would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ravnest.errors import TraceError
+from ravnest.graph.export import Ref, encode_call, op_name
+from ravnest.graph.ops import INIT_ALLOWED, LITERAL, LITERAL_LIMIT, TRUNC_NORMAL, is_random
+from ravnest.graph.program import Draw, Init, Op, dtype_name, map_refs, refs, storage_id
+
+__all__ = ["InitLog", "record"]
+
+_SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
+_Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # storage, offset, shape, strides
+
+
+@dataclass
+class _Step:
+    op: Op
+    written: tuple[int, ...]  # storages the op makes or changes
+    read: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class InitLog:
+    """All operations of a builder, in order. A tensor is identified by its storage, offset, shape and strides."""
+
+    steps: list[_Step] = field(default_factory=list)
+    names: dict[_Key, str] = field(default_factory=dict)
+    literals: dict[str, Tensor] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)  # keeps storage addresses unique
+
+    def name(self, tensor: Tensor) -> str:
+        self.alive.append(tensor)
+        return self.names.setdefault(_key(tensor), f"i{len(self.names)}")
+
+    def literal(self, tensor: Tensor, fake: Tensor) -> None:
+        """Record a tensor literal in the builder's code, such as `torch.tensor([1, 2])`."""
+        if tensor.numel() > LITERAL_LIMIT:
+            raise TraceError(
+                f"the builder uses a tensor literal of {tensor.numel()} elements, at most {LITERAL_LIMIT} are allowed; "
+                "make it with torch operations, or pass the model itself instead of a builder"
+            )
+        name = self.name(fake)
+        self.literals[name] = tensor
+        self._append(Op(LITERAL, (name,)), fake, [], [fake])
+
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        outs = result if isinstance(result, list | tuple) else (result,)
+        if not any(isinstance(o, Tensor) for o in outs):
+            return  # a query, such as a tensor's device
+        reads = list(_tensors((args, kwargs)))
+        changed = [args[0]] if func._schema.is_mutable else []
+        name = op_name(func)
+        if name in _SAME:
+            self.names[_key(outs[0])] = self.name(reads[0])
+            return
+        if not changed and all(isinstance(o, Tensor) and _key(o) in self.names for o in outs):
+            return  # an identical view again
+        coded_args, coded_kwargs = encode_call(_named(args, self), _named(kwargs, self), "the builder")
+        name, coded_args, coded_kwargs = _public_form(name, coded_args, coded_kwargs)
+        produced = [o for o in outs if isinstance(o, Tensor)]
+        out_names = ("",) * len(outs) if changed else tuple(self.name(o) for o in produced)
+        self._append(Op(name, out_names, coded_args, coded_kwargs), outs[0], reads, [*changed, *produced])
+
+    def special(self, op: Op, tensor: Tensor) -> None:
+        """Record an op of Ravnest's own that writes to a tensor."""
+        self._append(op, tensor, [tensor], [tensor])
+
+    def _append(self, op: Op, first: Any, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        shape = tuple(first.shape) if isinstance(first, Tensor) else ()
+        dtype = dtype_name(first.dtype) if isinstance(first, Tensor) else ""
+        self.steps.append(_Step(op, tuple(map(storage_id, writes)), tuple(map(storage_id, reads)), shape, dtype))
+
+    def init_for(self, targets: Mapping[str, Tensor]) -> Init:
+        """The init list that makes exactly `targets` (name in the model -> tensor)."""
+        needed = {storage_id(t) for t in targets.values()}
+        rename = {self.names[_key(t)]: name for name, t in targets.items() if _key(t) in self.names}
+        self._check_recorded(targets)
+        chosen: list[_Step | None] = [None] * len(self.steps)
+        for i in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[i]
+            if needed.intersection(step.written):
+                needed.update(step.read)
+                chosen[i] = step
+        ops: list[Op] = []
+        draws: list[Draw] = []
+        for step, kept in zip(self.steps, chosen, strict=True):
+            if kept is not None:
+                ops.append(_checked(_rename(self._with_literal(kept.op), rename)))
+            elif is_random(step.op.op):
+                draws.append(_draw(step, len(ops)))
+        return Init(tuple(ops), tuple(d for d in draws if d.at < len(ops)))
+
+    def _with_literal(self, op: Op) -> Op:
+        """Fill in the numbers of a literal; other ops stay as they are."""
+        if op.op != LITERAL:
+            return op
+        tensor = self.literals[op.outs[0]]
+        call = (tensor.flatten().tolist(), tensor.dtype, tuple(tensor.shape))
+        return Op(LITERAL, op.outs, encode_call(call, {}, "the builder")[0])
+
+    def _check_recorded(self, targets: Mapping[str, Tensor]) -> None:
+        for name, tensor in targets.items():
+            if _key(tensor) not in self.names:
+                raise TraceError(
+                    f"{name} was not made by torch operations inside the builder; "
+                    "make it there, or pass the model itself instead of a builder"
+                )
+
+
+@contextmanager
+def _recorded_trunc_normal(log: InitLog) -> Iterator[None]:
+    """Record calls of `trunc_normal_`: its rejection loop depends on values, which fake tensors do not have."""
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def recorded(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        args = (Ref("%" + log.name(tensor)), float(mean), float(std), float(a), float(b))
+        log.special(Op(TRUNC_NORMAL, ("",), encode_call(args, {}, "the builder")[0]), tensor)
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = recorded
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, log: InitLog) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for given in _tensors((args, kwargs or {})):
+            if not isinstance(given, FakeTensor) and isinstance(result, Tensor):
+                self.log.literal(given, result)
+                return result
+        self.log.call(func, args, kwargs or {}, result)
+        return result
+
+
+def record(builder: Callable[[], nn.Module], fake: FakeTensorMode) -> tuple[nn.Module, InitLog]:
+    """Build the model without memory for its weights; return it and the record of its initialization."""
+    log = InitLog()
+    try:
+        with fake, _Recorder(log), _recorded_trunc_normal(log):
+            module = builder()
+    except TraceError:
+        raise
+    except Exception as error:  # any exception here is raised by the user's builder
+        raise TraceError(
+            f"the builder failed on fake tensors: {type(error).__name__}: {str(error)[:400]}\n"
+            "Do not read values of tensors while building, or pass the model itself instead of a builder."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"the builder returned a {type(module).__name__}, not a torch.nn.Module")
+    return module, log
+
+
+def _key(tensor: Tensor) -> _Key:
+    return storage_id(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+
+def _tensors(item: Any) -> Iterable[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, list | tuple):
+        for part in item:
+            yield from _tensors(part)
+    elif isinstance(item, Mapping):
+        yield from _tensors(list(item.values()))
+
+
+def _named(item: Any, log: InitLog) -> Any:
+    if isinstance(item, Tensor):
+        return Ref("%" + log.name(item))
+    if isinstance(item, list | tuple):
+        return tuple(_named(part, log) for part in item)
+    if isinstance(item, Mapping):
+        return {key: _named(part, log) for key, part in item.items()}
+    return item
+
+
+def _public_form(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+    """Replace ops that torch dispatches under a private name by their public form."""
+    if name == "aten._to_copy.default":
+        dtype = kwargs.get("dtype")
+        return ("aten.to.dtype", (*args, dtype), {}) if dtype else ("aten.clone.default", args, {})
+    return name, args, kwargs
+
+
+def _rename(op: Op, names: Mapping[str, str]) -> Op:
+    renamed = map_refs(op, lambda name: names.get(name, name))
+    return Op(renamed.op, tuple(names.get(o, o) for o in op.outs), renamed.args, renamed.kwargs)
+
+
+def _checked(op: Op) -> Op:
+    if op.op not in (LITERAL, TRUNC_NORMAL) and op.op not in INIT_ALLOWED:
+        raise TraceError(
+            f"the builder initialises a tensor with {op.op}, which is not on the list of allowed operations; "
+            "use other torch operations, or pass the model itself instead of a builder"
+        )
+    return op
+
+
+def _draw(step: _Step, at: int) -> Draw:
+    if len(list(refs(step.op))) > 1:
+        raise TraceError(
+            f"the builder draws random numbers with {step.op.op} from other tensors; pass the model itself instead"
+        )
+    in_place = step.op.op.split(".")[1].endswith("_")
+    args = step.op.args[1:] if in_place else step.op.args
+    return Draw(at, step.op.op, step.dtype, step.shape, args)

@@ -1,0 +1,160 @@
+"""Tracing of a model (or a function that builds it), its loss and one example batch to a program.
+
+A builder is called under fake tensors: its random fills are recorded, not executed, so no weights are allocated. An
+existing model keeps its tensors, and the program refers to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ravnest.graph.batch import BatchLayout, batch_size_of, example_tensors, flatten, input_name, split_batch
+from ravnest.graph.export import FlatGraph, export_flat
+from ravnest.graph.functionalize import FunctionalGraph, drop_unused, functionalize
+from ravnest.graph.init_recorder import InitLog, record
+from ravnest.graph.loss_module import Loss, LossModule, ModuleState, collect_state, training_mode
+from ravnest.graph.program import Op, Program, Value, dtype_name, map_refs, refs
+from ravnest.graph.shapes import infer
+
+__all__ = ["trace"]
+
+
+def trace(
+    model: nn.Module | Callable[[], nn.Module],
+    loss: Loss | nn.Module | None,
+    example_batch: Any,
+    *,
+    dynamic_batch: bool = True,
+) -> Program:
+    """Trace `loss(model(inputs), targets)` in training mode.
+
+    Args:
+        model: A module, or a function without arguments that builds one.
+        loss: Takes the model's output and the targets; returns a scalar, or a scalar and a dict of further tensors to
+            report. If None, the batch is the inputs alone and the model returns the loss itself (a scalar, or an
+            output with `.loss`).
+        example_batch: A batch with the shapes and dtypes of all later ones.
+        dynamic_batch: Whether the batch size, the first dimension of every tensor where it equals that of the first
+            tensor, may vary later.
+
+    Raises:
+        TraceError: if the model or its loss cannot be turned into a program.
+    """
+    structure, leaves = flatten(split_batch(example_batch, has_targets=loss is not None), "batch")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    module, log = _build(model, fake)
+    labels: list[tuple[str, ...]] = []
+    loss_module = LossModule(module, loss, structure, labels.append)
+    size = batch_size_of(leaves)
+    with fake if log else nullcontext():
+        examples = example_tensors(leaves, max(2, size) if dynamic_batch else size)
+    inputs = _input_values(leaves, size if dynamic_batch else None)
+    with training_mode(loss_module):
+        flat = export_flat(loss_module, examples, [_dynamic(v) for v in inputs])
+    collected = collect_state(loss_module, flat)
+    graph = _functional_graph(flat, collected)
+    feed = BatchLayout(structure, loss is not None, inputs)
+    return _assemble(flat, graph, collected, feed, labels[-1], log)
+
+
+def _build(model: Any, fake: FakeTensorMode) -> tuple[nn.Module, InitLog | None]:
+    if isinstance(model, nn.Module):
+        return model, None
+    if not callable(model):
+        raise ValueError(f"model must be a torch.nn.Module or a function that builds one, got a {type(model).__name__}")
+    return record(model, fake)
+
+
+def _input_values(leaves: Sequence[tuple[str, Tensor]], batch: int | None) -> tuple[Value, ...]:
+    taken: set[str] = set()
+    return tuple(
+        Value(
+            input_name(path, taken),
+            dtype_name(tensor.dtype),
+            tuple((1, 0) if i == 0 and d == batch else int(d) for i, d in enumerate(tensor.shape)),
+        )
+        for path, tensor in leaves
+    )
+
+
+def _dynamic(value: Value) -> dict[int, object]:
+    if not value.shape or isinstance(value.shape[0], int):
+        return {}
+    return {0: torch.export.Dim("batch", min=2, max=1 << 20)}
+
+
+def _functional_graph(flat: FlatGraph, collected: ModuleState) -> FunctionalGraph:
+    """The ops with one name per tied parameter, without needless writes and unused ops."""
+    flat.ops = [map_refs(op, lambda name: collected.canonical.get(name, name)) for op in flat.ops]
+    flat.state = {value: name for value, name in flat.state.items() if collected.canonical[value] == value}
+    parameters = {s.name for s in collected.state if s.kind == "parameter"}
+    return drop_unused(functionalize(flat, parameters))
+
+
+def _assemble(
+    flat: FlatGraph,
+    graph: FunctionalGraph,
+    collected: ModuleState,
+    feed: BatchLayout,
+    labels: Sequence[str],
+    log: InitLog | None,
+) -> Program:
+    names = {s.name: f"s{i}" for i, s in enumerate(collected.state)}
+    names.update(zip(flat.inputs, (v.name for v in feed.values), strict=True))
+    outputs = _label_outputs(graph, labels)
+    names.update(zip(outputs, labels, strict=True))
+    ops = _rename(graph.ops, names)
+    state = tuple(
+        msgspec.structs.replace(s, name=names[s.name], mutated=s.name in graph.mutated) for s in collected.state
+    )
+    values, undescribed = infer(feed.values, state, ops, graph.sources)
+    uncuttable = {s.name for s in state if s.mutated} | undescribed
+    return Program(
+        inputs=feed.values,
+        outputs=tuple(values[label] for label in labels),
+        state=state,
+        idle=tuple(collected.idle),
+        ops=ops,
+        values=values,
+        feed=feed,
+        sources=tuple(graph.sources),
+        atomic_ranges=(*graph.atomic_ranges, *_ranges(ops, uncuttable)),
+        ties=collected.ties,
+        tensors=collected.tensors,
+        init_log=log,
+    )
+
+
+def _label_outputs(graph: FunctionalGraph, labels: Sequence[str]) -> list[str]:
+    """Add an alias op for each output, so that the output can be named after its label."""
+    for i, output in enumerate(graph.outputs):
+        graph.ops.append(Op("aten.alias.default", (f"out.{i}",), ("%" + output,)))
+        graph.sources.append(f"the loss function's {labels[i]!r}")
+    return [f"out.{i}" for i in range(len(labels))]
+
+
+def _rename(ops: Sequence[Op], names: dict[str, str]) -> tuple[Op, ...]:
+    """Give all values short names: v0, v1, ... and v2.0, v2.1 for the items of a tuple."""
+    for i, op in enumerate(ops):
+        for part, out in enumerate(op.outs):
+            if out:
+                names.setdefault(out, f"v{i}" if len(op.outs) == 1 else f"v{i}.{part}")
+    renamed = (map_refs(op, names.__getitem__) for op in ops)
+    return tuple(msgspec.structs.replace(op, outs=tuple(names[o] if o else "" for o in op.outs)) for op in renamed)
+
+
+def _ranges(ops: Sequence[Op], names: set[str]) -> list[tuple[int, int]]:
+    """The range from the first to the last op that uses each of `names`, values that must not cross a cut."""
+    touched: dict[str, list[int]] = {name: [] for name in names}
+    for i, op in enumerate(ops):
+        for name in (*op.outs, *refs(op)):
+            if name in touched:
+                touched[name].append(i)
+    return [(at[0], at[-1]) for at in touched.values() if at and at[0] != at[-1]]

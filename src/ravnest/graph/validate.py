@@ -1,0 +1,256 @@
+"""Validation of stages from untrusted senders: every name, reference, operation and argument, before anything is run.
+
+A stage's init list is checked as strictly as its ops. An error names its location:
+`op 12 (aten.view.default -> v12): argument size ...`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, cast
+
+from ravnest.errors import ProgramError
+from ravnest.graph.interpreter import returns_one
+from ravnest.graph.limits import StageLimits
+from ravnest.graph.ops import (
+    ALLOWED,
+    INIT_ALLOWED,
+    LITERAL,
+    LITERAL_LIMIT,
+    SYM,
+    TRUNC_NORMAL,
+    is_random,
+    may_share_memory,
+    schema_of,
+    writes_statistics,
+)
+from ravnest.graph.program import DTYPES, SCALARS, Draw, Init, Op, Stage, StateSpec, Value, num_bytes, refs
+from ravnest.graph.signature import MAX_LIST, check_arguments, check_arithmetic, is_number
+
+__all__ = ["check_stage", "location"]
+
+_TARGET = re.compile(r"[A-Za-z0-9_.\-]{1,500}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,199}")
+_MAX_RANK = 16
+
+
+def location(kind: str, index: int, op: Op | Draw) -> str:
+    outs = ", ".join(filter(None, op.outs)) if isinstance(op, Op) else "nothing"
+    return f"{kind} {index} ({op.op[:80]} -> {outs[:80]})"
+
+
+def _check_limit(name: str, count: int, maximum: int) -> None:
+    if count > maximum:
+        raise ProgramError(f"{count} {name}, at most {maximum} are allowed")
+
+
+def _define(name: str, kind: str, kinds: dict[str, str], where: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ProgramError(f"{where}: {name[:60]!r} is not a valid name")
+    if name in kinds:
+        raise ProgramError(f"{where}: the name {name!r} is used twice")
+    kinds[name] = kind
+
+
+def _check_tensor(where: str, dtype: str, shape: Iterable[Any]) -> None:
+    if dtype not in DTYPES:
+        raise ProgramError(f"{where}: {dtype[:40]!r} is not an allowed dtype")
+    dims = tuple(shape)
+    _check_limit(f"dimensions in {where}", len(dims), _MAX_RANK)
+    for dim in dims:
+        for number in (dim,) if isinstance(dim, int) else dim:
+            if not -(2**48) <= number <= 2**48 or (isinstance(dim, int) and number < 0):
+                raise ProgramError(f"{where}: {number} is not a valid size")
+
+
+def _check_op(where: str, op: Op, kinds: dict[str, str], allowed: dict[str, str]) -> None:
+    for name in refs(op):
+        if name not in kinds:
+            raise ProgramError(f"{where}: it reads {name[:60]!r}, which is not defined before it")
+    if op.op in SYM:
+        check_arithmetic(where, op, kinds)
+    elif op.op == "aten.sym_size.int" or op.op in allowed:
+        check_arguments(where, op, kinds)
+    else:
+        raise ProgramError(f"{where}: this operation is not on the list of allowed operations")
+    result = "number" if op.op in SYM or op.op == "aten.sym_size.int" else "tensor"
+    if returns_one(op.op) and len(op.outs) != 1:
+        raise ProgramError(f"{where}: it has one result, {len(op.outs)} are named")
+    _check_limit(f"results of {where}", len(op.outs), MAX_LIST)
+    for out in filter(None, op.outs):
+        _define(out, result, kinds, where)
+
+
+def _check_init(init: Init, state: Iterable[StateSpec], limits: StageLimits) -> None:
+    _check_limit("init ops", len(init.ops), limits.ops)
+    _check_limit("init draws", len(init.draws), limits.ops)
+    kinds: dict[str, str] = {}
+    targets = {s.target for s in state}
+    for i, op in enumerate(init.ops):
+        where = location("init op", i, op)
+        if op.op == LITERAL:
+            _check_literal(where, op)
+            _define_init(op.outs[0], kinds, where)
+            continue
+        if op.op == TRUNC_NORMAL:
+            _check_truncation(where, op.args, kinds)
+            continue
+        shadow = Op(op.op, tuple("" for _ in op.outs), op.args, op.kwargs)
+        _check_op(where, shadow, kinds, INIT_ALLOWED)
+        for out in filter(None, op.outs):
+            _define_init(out, kinds, where)
+    if not set(kinds) >= {s.target for s in state if s.kind == "buffer"}:
+        raise ProgramError("the init list does not initialise every buffer of the stage")
+    if unknown := [k for k in kinds if k not in targets and not re.fullmatch(r"i[0-9]{1,9}", k)]:
+        raise ProgramError(f"the init list makes {unknown[0][:60]!r}, which is not state of the stage")
+    for i, draw in enumerate(init.draws):
+        _check_draw(location("draw", i, draw), draw, len(init.ops), limits)
+
+
+def _define_init(name: str, kinds: dict[str, str], where: str) -> None:
+    if not _TARGET.fullmatch(name) or name in kinds:
+        raise ProgramError(f"{where}: {name[:60]!r} is not a valid name or is made twice")
+    kinds[name] = "tensor"
+
+
+def _check_literal(where: str, op: Op) -> None:
+    if len(op.args) != 3 or op.kwargs or len(op.outs) != 1:
+        raise ProgramError(f"{where}: a literal takes (numbers, dtype, shape)")
+    numbers, dtype, shape = op.args
+    if not isinstance(numbers, tuple) or not all(is_number(n, {}) for n in numbers if not _is_ref(n)):
+        raise ProgramError(f"{where}: the first argument of a literal must be a list of numbers")
+    if not isinstance(dtype, str) or dtype[1:] not in DTYPES or not isinstance(shape, tuple):
+        raise ProgramError(f"{where}: a literal needs a dtype and a shape")
+    _check_tensor(where, dtype[1:], shape)
+    if any(map(_is_ref, numbers)) or len(numbers) > LITERAL_LIMIT or prod(cast(tuple[int, ...], shape)) != len(numbers):
+        raise ProgramError(f"{where}: a literal of {len(numbers)} numbers does not have shape {shape!r:.60}")
+
+
+def _check_truncation(where: str, args: Sequence[Any], kinds: dict[str, str]) -> None:
+    """Reject bounds that contain almost no probability: the draw would not terminate."""
+    numbers = args[1:]
+    if len(args) != 5 or not _is_ref(args[0]) or args[0][1:] not in kinds or not all(type(n) is float for n in numbers):
+        raise ProgramError(f"{where}: a truncated normal takes a tensor, a mean, a standard deviation and two bounds")
+    mean, std, a, b = numbers
+    if not (std > 0 and a < b and b - a > std / 1000 and a - 2 * std <= mean <= b + 2 * std):
+        raise ProgramError(f"{where}: almost no value lies between the bounds {a:g} and {b:g}")
+
+
+def _is_ref(atom: Any) -> bool:
+    return isinstance(atom, str) and atom.startswith("%")
+
+
+def _check_draw(where: str, draw: Draw, num_ops: int, limits: StageLimits) -> None:
+    if draw.op == TRUNC_NORMAL:
+        _check_tensor_draw(where, draw, num_ops, limits)
+        _check_truncation(where, ("%scratch", *draw.args), {"scratch": "tensor"})
+        return
+    if draw.op not in INIT_ALLOWED or not is_random(draw.op):
+        raise ProgramError(f"{where}: this operation draws no random numbers or is not allowed")
+    _check_tensor_draw(where, draw, num_ops, limits)
+    first = ("%scratch",) if draw.op.split(".")[1].endswith("_") else ()
+    check_arguments(where, Op(draw.op, ("",), (*first, *draw.args)), {"scratch": "tensor"})
+    if any(_is_ref(a) for arg in draw.args for a in (arg if isinstance(arg, tuple) else (arg,))):
+        raise ProgramError(f"{where}: a draw may not read values")
+
+
+def _check_tensor_draw(where: str, draw: Draw, num_ops: int, limits: StageLimits) -> None:
+    if not 0 <= draw.at <= num_ops:
+        raise ProgramError(f"{where}: there is no init op {draw.at}, the list has {num_ops}")
+    _check_tensor(where, draw.dtype, draw.shape)
+    _check_limit(f"bytes in {where}", prod(draw.shape) * DTYPES[draw.dtype].itemsize, limits.value_bytes)
+
+
+_FORMAT = "ravnest-stage/2"
+
+
+def check_stage(stage: Stage, limits: StageLimits) -> None:
+    """Reject a stage that is malformed, not allowed or too big."""
+    if stage.format != _FORMAT:
+        raise ProgramError(f"stage format is {stage.format[:40]!r}, expected {_FORMAT!r}: update the older side")
+    if not 0 <= stage.index < stage.count <= 10_000:
+        raise ProgramError(f"stage index {stage.index} of {stage.count} is out of range")
+    _check_limit("ops", len(stage.ops), limits.ops)
+    _check_limit("parameters and buffers", len(stage.state), limits.state)
+    _check_limit("inputs", len(stage.inputs), limits.ports)
+    _check_limit("outputs", len(stage.outputs), limits.ports)
+    kinds: dict[str, str] = {}  # value -> tensor or number, for all defined so far
+    for value in stage.inputs:
+        _check_value(value, limits)
+        _define(value.name, "number" if value.dtype in SCALARS else "tensor", kinds, "input")
+    _check_state(stage, kinds, limits)
+    protected = {s.name for s in stage.state if s.kind == "parameter" or not s.mutated}
+    for i, op in enumerate(stage.ops):
+        _check_op(location("op", i, op), op, kinds, ALLOWED)
+        _check_writes(location("op", i, op), op, protected)
+        if may_share_memory(op.op) and protected.intersection(refs(op)):
+            protected.update(filter(None, op.outs))
+    _check_outputs(stage, kinds, limits)
+    if stage.init is not None:
+        _check_init(stage.init, stage.state, limits)
+
+
+def _check_value(value: Value, limits: StageLimits) -> None:
+    where = f"value {value.name[:60]!r}"
+    if value.dtype in SCALARS:
+        if value.dtype != "int" or value.number is None or value.shape or value.grad:
+            raise ProgramError(f"{where}: a number that crosses a cut must be a size that depends on the batch")
+        _check_tensor(where, "int64", (value.number,))
+        return
+    if value.number is not None:
+        raise ProgramError(f"{where} is a tensor and must not have a number")
+    _check_tensor(where, value.dtype, value.shape)
+    if value.grad and not DTYPES[value.dtype].is_floating_point and not DTYPES[value.dtype].is_complex:
+        raise ProgramError(f"{where} is {value.dtype}: it cannot have a gradient")
+    for batch in (1, limits.batch):
+        if any(not isinstance(d, int) and d[0] * batch + d[1] < 0 for d in value.shape):
+            raise ProgramError(f"{where} has a negative size at batch {batch}")
+    _check_limit(f"bytes in {where}", num_bytes(value, limits.batch), limits.value_bytes)
+
+
+def _check_state(stage: Stage, kinds: dict[str, str], limits: StageLimits) -> None:
+    targets: set[str] = set()
+    total = 0
+    for item in stage.state:
+        where = f"state {item.target[:80]!r}"
+        _define(item.name, "tensor", kinds, where)
+        if not _TARGET.fullmatch(item.target) or item.target in targets:
+            raise ProgramError(f"{where} is not a valid name or is defined twice")
+        targets.add(item.target)
+        if item.kind not in ("parameter", "buffer"):
+            raise ProgramError(f"{where} is a {item.kind[:40]!r}, not a parameter or a buffer")
+        if not 0 <= item.owner < stage.count or (item.kind == "buffer" and item.owner != stage.index):
+            raise ProgramError(f"{where} has an invalid owner, stage {item.owner}")
+        _check_tensor(where, item.dtype, item.shape)
+        if item.trainable and (item.kind == "buffer" or not DTYPES[item.dtype].is_floating_point):
+            raise ProgramError(f"{where} cannot be trained: it must be a floating-point parameter")
+        _check_limit(f"bytes in {where}", item.num_bytes, limits.value_bytes)
+        total += item.num_bytes
+    _check_limit("bytes of parameters and buffers", total, limits.state_bytes)
+
+
+def _check_outputs(stage: Stage, kinds: dict[str, str], limits: StageLimits) -> None:
+    for name in (v.name for v in stage.outputs):
+        if name not in kinds:
+            raise ProgramError(f"output {name[:60]!r} is never computed")
+    if len({v.name for v in stage.outputs}) < len(stage.outputs):
+        raise ProgramError("an output is listed twice")
+    for value in stage.outputs:
+        _check_value(value, limits)
+        if (value.dtype in SCALARS) != (kinds[value.name] == "number"):
+            raise ProgramError(f"output {value.name!r} is a {kinds[value.name]}, not {value.dtype}")
+
+
+def _check_writes(where: str, op: Op, protected: set[str]) -> None:
+    """Writes go to the stage's own buffers and values, never to parameters."""
+    written: list[Any] = []
+    if writes_statistics(op.op):
+        names = [a.name for a in schema_of(op.op).arguments]
+        written = [arg for name, arg in zip(names, op.args, strict=False) if name in ("running_mean", "running_var")]
+    elif ALLOWED.get(op.op) == "writes":
+        written = [op.args[0]]
+    for arg in written:
+        if isinstance(arg, str) and arg[1:] in protected:
+            raise ProgramError(f"{where}: it writes to {arg[1:]!r}, which may not be written")

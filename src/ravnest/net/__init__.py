@@ -1,1 +1,0 @@
-"""Links over which stages exchange messages: in memory, over unix sockets, over mutual TLS."""

@@ -1,0 +1,86 @@
+"""The console of an agent: one line for each change of its activity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ravnest.core.clock import Clock, SystemClock
+from ravnest.core.metrics import StageMetrics
+from ravnest.core.units import format_bytes, format_rate
+from ravnest.protocol.commands import LinkReport, StageFailed, StageReady, StateSaved, StepReport
+from ravnest.protocol.control import Assignment, NodeProfile, StageReport
+
+__all__ = ["AgentConsole", "joined", "stage_of"]
+
+_TRAINING_S = 10.0
+
+
+class AgentConsole:
+    """Prints a line when it differs from the last; progress of training at most every ten seconds."""
+
+    def __init__(self, write: Callable[[str], None], clock: Clock | None = None) -> None:
+        self._write, self._clock = write, clock or SystemClock()
+        self._last = ""
+        self._assignment: Assignment | None = None
+        self._progress: tuple[float, int] | None = None  # time and microbatches at the last line about training
+        self.activity = ""
+
+    def log(self, line: str) -> None:
+        self.activity = line
+        if line != self._last:
+            self._last = line
+            self._write(line)
+
+    def assigned(self, assignment: Assignment | None, reason: str) -> None:
+        self._assignment, self._progress = assignment, None
+        self.log(f"free: {reason}" if assignment is None else f"{stage_of(assignment)}: loading")
+
+    def worker_lost(self, reason: str, wait_s: float, log: Path) -> None:
+        self.log(f"{reason}; starting another in {wait_s:.1f} s. Its log: {log}")
+
+    def reported(self, report: StageReport) -> None:
+        """Print reports of the stage that concern the owner."""
+        assignment = self._assignment
+        if assignment is None or assignment.generation != report.generation:
+            return
+        match report.report:
+            case LinkReport(peer=peer, reason=reason, hint=hint):
+                self.log(f"link to {peer}: {reason}" + (f"; {hint}" if hint else ""))
+            case StageReady():
+                self.log(f"{stage_of(assignment)}: ready")
+            case StepReport(metrics=metrics):
+                self._updated(metrics)
+            case StateSaved(is_state=True):
+                pass
+            case StateSaved():
+                self.log(f"{stage_of(assignment)}: weights sent to the coordinator")
+            case StageFailed(reason=reason):
+                self.log(f"{stage_of(assignment)}: failed: {reason}")
+
+    def _updated(self, metrics: StageMetrics) -> None:
+        now_s = self._clock.now_s()
+        if self._progress is None:
+            self._progress = now_s, metrics.microbatches
+            self.log(f"training: {_updates(metrics.updates)}")
+            return
+        last_s, before = self._progress
+        if now_s - last_s >= _TRAINING_S:
+            rate = (metrics.microbatches - before) / (now_s - last_s)
+            self._progress = now_s, metrics.microbatches
+            self.log(f"training: {_updates(metrics.updates)}, {rate:.3g} microbatches/s")
+
+
+def joined(name: str, profile: NodeProfile) -> str:
+    return (
+        f"joined as {name}: {format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s, "
+        f"{format_rate(profile.up_bytes_per_s)} up"
+    )
+
+
+def stage_of(assignment: Assignment) -> str:
+    return f"stage {assignment.stage} of {assignment.count} in cluster {assignment.cluster}"
+
+
+def _updates(count: int) -> str:
+    return f"{count} update{'' if count == 1 else 's'}"

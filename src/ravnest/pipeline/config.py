@@ -1,0 +1,95 @@
+"""Configuration of a stage: how it trains, and which tied parameters it shares with other stages.
+
+All of it is plain data that is sent to every worker. The owner of a tied parameter *lends* each version of it to the
+stages that use it; these *borrow* it and return its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ravnest.core.config import require
+from ravnest.core.schedule import StageSchedule
+from ravnest.graph import Stage, StateSpec
+from ravnest.pipeline.optimizers import Optimizer
+from ravnest.pipeline.staleness import Correction
+from ravnest.protocol.commands import EndAfter, SaveState, StopStage
+
+__all__ = ["StageRole", "TrainerConfig", "roles", "StageConfig", "Orders"]
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How all stages of a job train.
+
+    `compression` applies to activations and their gradients on links, `autocast` to arithmetic.
+    """
+
+    optimizer: Optimizer
+    correction: Correction
+    seed: int = 0
+    recompute: bool = False
+    autocast: str = "none"
+    compression: str = "none"
+    device: str = "cpu"
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.autocast not in ("none", "bf16"):
+            raise ValueError(f"autocast must be none or bf16, got {self.autocast!r}")
+        if self.compression not in ("none", "bf16", "int8"):
+            raise ValueError(f"compression must be none, bf16 or int8, got {self.compression!r}")
+
+
+@dataclass(frozen=True)
+class StageRole:
+    """The delays of all stages, and the tied parameters that this one lends."""
+
+    delays: tuple[int, ...]
+    lends: tuple[str, ...] = ()  # own parameters that later stages borrow
+    until: int = -1  # the last stage that borrows them
+    borrowers: frozenset[int] = frozenset()
+    tied: tuple[StateSpec, ...] = ()  # every tied parameter of the model: any of them may pass through this stage
+
+
+def roles(stages: Sequence[Stage], delays: Sequence[int]) -> list[StageRole]:
+    """The role of each stage: which parameters it lends to which stages."""
+    result = []
+    borrowed = {b.target for stage in stages for b in stage.borrowed}
+    tied = tuple(s for stage in stages for s in stage.parameters if s.owner == stage.index and s.target in borrowed)
+    for stage in stages:
+        borrowers = [s.index for s in stages if any(b.owner == stage.index for b in s.borrowed)]
+        lends = tuple(
+            s.target
+            for s in stage.parameters
+            if s.owner == stage.index and any(b.target == s.target for i in borrowers for b in stages[i].borrowed)
+        )
+        result.append(StageRole(tuple(delays), lends, max(borrowers, default=-1), frozenset(borrowers), tied))
+    return result
+
+
+class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
+    """Makes a worker a stage. The stage's file follows as a buffer.
+
+    `weights` is the path of its initial weights; without one they are drawn from the seed. `begin` is the number of
+    updates before the start. The files `state` hold the weights and optimizer state after them; a tensor that is in
+    none of them starts from its initial value.
+    """
+
+    settings: TrainerConfig
+    rule: StageSchedule
+    role: StageRole
+    max_batch: int
+    threads: int
+    core: int = -1  # CPU core to run on, where the system supports pinning; -1 for any
+    weights: str = ""
+    begin: int = 0
+    state: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.begin >= 0, f"begin must be >= 0 updates, got {self.begin}")
+
+
+Orders = StageConfig | EndAfter | SaveState | StopStage

@@ -1,0 +1,336 @@
+"""Runs a stage: asks the schedule for the next action, performs it and sends its result.
+
+One thread computes. Other threads fill its inbox with messages and empty its outlets. The loop drains the inbox before
+each decision, and waits only when the schedule has no action.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ravnest.core.clock import Clock, SystemClock
+from ravnest.core.metrics import StageMetrics
+from ravnest.core.schedule import Action, PipelineSchedule
+from ravnest.errors import RavnestError
+from ravnest.pipeline.accumulation import GradientAccumulator
+from ravnest.pipeline.config import StageRole
+from ravnest.pipeline.tensor_codec import StageCodecs
+from ravnest.pipeline.trainer import FRESH, Trainer
+from ravnest.protocol.pipeline import Backward, Data, Evaluate, Forward, Lend, Norm, Return
+
+__all__ = ["Outlet", "Inbox", "Loop", "Observer", "LoopContext"]
+
+
+class Outlet(Protocol):
+    """A queue of messages to the next stage, or to the previous one."""
+
+    def put(self, header: Data, tensors: Sequence[Tensor]) -> None: ...
+
+
+class Observer(Protocol):
+    """Receives losses of microbatches, results of evaluations and metrics after each update."""
+
+    def loss(self, microbatch: int, values: list[float]) -> None: ...
+
+    def evaluation(self, number: int, batch: int, values: list[float]) -> None: ...
+
+    def updated(self, metrics: StageMetrics) -> None: ...
+
+
+class Inbox:
+    """Messages and commands for the loop, in the order they arrived."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(self, header: Data, tensors: Sequence[Tensor]) -> None:
+        self._queue.put((header, tensors))
+
+    def call(self, command: Callable[[Loop], None]) -> None:
+        """Queue a command, which the loop runs between two actions."""
+        self._queue.put(command)
+
+    def take(self, timeout_s: float) -> Any:
+        """The next item; None after `timeout_s`."""
+        try:
+            return self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+
+@dataclass
+class _QueuedMicrobatch:
+    """A microbatch that arrived: its message, its values, and the buffers that hold them."""
+
+    header: Any
+    values: list[Any]
+    buffers: Sequence[Tensor] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class LoopContext:
+    """The connections of a loop."""
+
+    inbox: Inbox
+    before: Outlet
+    after: Outlet
+    observer: Observer
+    codecs: StageCodecs
+    admit: Callable[[int], None] = lambda batch: None  # raises if a microbatch of this size would take too much memory
+    clock: Clock = field(default_factory=SystemClock)
+
+
+class Loop:
+    """Trains one stage until it is stopped."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        schedule: PipelineSchedule,
+        accumulator: GradientAccumulator,
+        role: StageRole,
+        context: LoopContext,
+    ) -> None:
+        self.trainer, self.schedule, self.accumulator, self.role = trainer, schedule, accumulator, role
+        self.inbox, self.observer, self.clock = context.inbox, context.observer, context.clock
+        self.before, self.after, self.codecs, self.admit = context.before, context.after, context.codecs, context.admit
+        stage = trainer.stage
+        self.index = stage.index
+        self.is_first_stage, self.is_last_stage = stage.index == 0, stage.index == stage.count - 1
+        self.metrics = StageMetrics(stage=stage.index)
+        self._forwards: deque[_QueuedMicrobatch] = deque()
+        self._backwards: deque[_QueuedMicrobatch] = deque()
+        self._in_flight: dict[int, _QueuedMicrobatch] = {}
+        self._at_updates: dict[int, list[Callable[[Loop], None]]] = {}
+        self._is_stopped = False
+        self._error_when_idle: Exception | None = None
+
+    def run(self) -> None:
+        """Train and run commands until one of them calls `stop`."""
+        for version in self.trainer.versions.live:
+            self._lend(version)
+        while not self._is_stopped:
+            self._drain()
+            action = self.schedule.next()
+            if action.kind == "wait":
+                self._wait(action)
+            else:
+                start_s = self.clock.now_s()
+                self._act(action)
+                self._record(action, self.clock.now_s() - start_s)
+
+    def end_after(self, updates: int) -> None:
+        """Stop training after this number of updates."""
+        if self.schedule.end is None or updates < self.schedule.end:
+            self.schedule.end = updates
+
+    def at_update(self, updates: int, command: Callable[[Loop], None]) -> bool:
+        """Run `command` right after update number `updates`; false if that has passed."""
+        if updates == self.schedule.updates:
+            command(self)
+        elif updates > self.schedule.updates:
+            self._at_updates.setdefault(updates, []).append(command)
+        return updates >= self.schedule.updates
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+    def fail_when_idle(self, error: Exception) -> None:
+        """Raise this error as soon as no microbatch is in flight: no more input will arrive."""
+        self._error_when_idle = error
+
+    def _drain(self) -> None:
+        while (item := self.inbox.take(0)) is not None:
+            self._receive(item)
+
+    def _wait(self, action: Action) -> None:
+        if self._is_stopped:
+            return
+        if self._error_when_idle is not None and not self.schedule.in_flight:
+            raise self._error_when_idle
+        start_s = self.clock.now_s()
+        timeout_s = self.trainer.config.timeout_s
+        item = self.inbox.take(timeout_s)
+        if item is None:
+            raise RavnestError(f"stage {self.index} timed out after {timeout_s:g} s waiting {action.reason}")
+        if self._is_steady and self.schedule.updates != self.schedule.end:
+            self.metrics.idle_s += self.clock.now_s() - start_s
+        self._receive(item)
+
+    def _receive(self, item: Any) -> None:
+        if callable(item):
+            item(self)
+            return
+        header, tensors = item
+        match header:
+            case Forward(batch=batch):
+                self.admit(batch)
+                self._forwards.append(_QueuedMicrobatch(header, self.codecs.inputs.unpack(batch, tensors), tensors))
+                self.schedule.input_arrived()
+            case Evaluate(evaluation=number, batch=batch, fresh=fresh):
+                self.admit(batch)
+                self._forwards.append(_QueuedMicrobatch(header, self.codecs.inputs.unpack(batch, tensors)))
+                self.schedule.evaluation_arrived(number, fresh=fresh)
+            case Backward(batch=batch):
+                self._backwards.append(
+                    _QueuedMicrobatch(header, self.codecs.gradients_in.unpack(batch, tensors), tensors)
+                )
+                self.schedule.gradient_arrived()
+            case Lend(version=version, owner=owner, until=until, names=names):
+                if self.index < until:
+                    self.after.put(header, tensors)
+                if owner in {s.owner for s in self.trainer.stage.borrowed}:
+                    borrowed = {name: tensor.clone() for name, tensor in zip(names, tensors, strict=True)}
+                    self.trainer.borrow(owner, version, self.role.delays[owner], borrowed)
+            case Return(step=step, owner=owner, borrower=borrower, names=names):
+                if owner == self.index:
+                    self.accumulator[step].returned[borrower] = dict(zip(names, tensors, strict=True))
+                    self._advance(step)
+                else:
+                    self.before.put(header, tensors)
+            case Norm(step=step, squares=squared):
+                self._norm_arrived(step, squared)
+
+    def _act(self, action: Action) -> None:
+        match action.kind:
+            case "forward":
+                self._forward(action)
+            case "backward":
+                self._backward(action)
+            case "step":
+                self._step(action)
+            case "evaluate":
+                self._evaluate(action)
+
+    def _forward(self, action: Action) -> None:
+        queued = self._forwards.popleft()
+        header: Forward = queued.header
+        step = self.schedule.rule.step_of(action.number)
+        outputs = self.trainer.forward(action.number, step, action.version, queued.values, header.share)
+        self._in_flight[action.number] = _QueuedMicrobatch(header, [], queued.buffers)
+        if self.is_last_stage:
+            values = [float(o) for o in outputs]
+            self.observer.loss(action.number, values)
+            if not isfinite(values[0]):
+                self.end_after(step)  # no gradient of this step goes back, so no stage can apply it
+        else:
+            self.after.put(header, self.codecs.outputs.pack(outputs))
+        self.schedule.done(action)
+
+    def _backward(self, action: Action) -> None:
+        sent = self._in_flight.pop(action.number)
+        received = None if self.is_last_stage else self._backwards.popleft()
+        gradients = self.trainer.backward(action.number, None if received is None else self._align(received.values))
+        packed = self.codecs.gradients_out.pack(
+            [g for g, v in zip(gradients, self.trainer.stage.inputs, strict=True) if v.grad]
+        )
+        self.before.put(Backward(action.number, sent.header.batch), packed)
+        self.codecs.inputs.recycle(sent.buffers)
+        if received is not None and not _overlap(received.buffers, packed):
+            self.codecs.gradients_in.recycle(received.buffers)
+        self.schedule.done(action)
+        if self.schedule.backwards % self.schedule.rule.accumulate == 0:
+            self._finish_backwards(self.schedule.rule.step_of(action.number), action.version)
+
+    def _align(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Received gradients at the positions of the outputs they belong to."""
+        remaining = iter(gradients)
+        return [next(remaining) if v.grad else None for v in self.trainer.stage.outputs]
+
+    def _finish_backwards(self, step: int, version: int) -> None:
+        """All microbatches of a step have gone back: collect its gradients."""
+        own, borrowed = self.trainer.take_gradients(step, version)
+        for owner, gradients in borrowed.items():
+            header = Return(step, owner, self.index, tuple(gradients))
+            self.before.put(header, [g.contiguous() for g in gradients.values()])
+        self.accumulator[step].own = own
+        self._advance(step)
+
+    def _advance(self, step: int) -> None:
+        """Allow a step, or send its norm, if all it needs from other stages is here."""
+        if not self.accumulator.needs_permission:
+            return
+        if not self.accumulator.clips:
+            if self.accumulator.complete(step):
+                self.schedule.allow_step()
+            return
+        squared = self.accumulator.norm_to_send(step)
+        if squared is None:
+            return
+        if self.is_first_stage:
+            self._norm_known(step, squared)
+        else:
+            self.before.put(Norm(step, squared), ())
+
+    def _norm_arrived(self, step: int, squared: float) -> None:
+        """A partial sum from the next stage arrives before this stage sends its own, the total after that."""
+        if not self.accumulator[step].is_norm_sent:
+            self.accumulator[step].later_squared_norm = squared
+            self._advance(step)
+        else:
+            self._norm_known(step, squared)
+
+    def _norm_known(self, step: int, squared: float) -> None:
+        self.accumulator[step].total_squared_norm = squared
+        if not self.is_last_stage:
+            self.after.put(Norm(step, squared), ())
+        self.schedule.allow_step()
+
+    def _step(self, action: Action) -> None:
+        gradients, squared = self.accumulator.take(action.number)
+        norm = None if squared is None else squared**0.5
+        self.trainer.update(action.number, self.schedule.rule.version(action.number), gradients, norm)
+        self.schedule.done(action)
+        self._lend(self.trainer.versions.newest)
+        for command in self._at_updates.pop(self.schedule.updates, ()):
+            command(self)
+
+    def _lend(self, version: int) -> None:
+        if self.role.lends:
+            header = Lend(version, self.index, self.role.until, self.role.lends)
+            self.after.put(header, [t.contiguous() for t in self.trainer.lend(self.role.lends, version)])
+
+    def _evaluate(self, action: Action) -> None:
+        queued = self._forwards.popleft()
+        header: Evaluate = queued.header
+        if header.fresh:
+            self._lend(FRESH)
+        step = None if header.fresh else self.schedule.rule.step_of(self.schedule.forwards)
+        outputs = self.trainer.evaluate(step, action.version, queued.values)
+        if self.is_last_stage:
+            self.observer.evaluation(action.number, header.batch, [float(o) for o in outputs])
+        else:
+            self.after.put(header, self.codecs.outputs.pack(outputs))
+        self.schedule.done(action)
+
+    @property
+    def _is_steady(self) -> bool:
+        """Whether it has made an update: times before that are not typical."""
+        return self.schedule.updates > self.schedule.first_update
+
+    def _record(self, action: Action, seconds: float) -> None:
+        metrics = self.metrics
+        metrics.busy_s += seconds
+        if self._is_steady:
+            metrics.steady_busy_s += seconds
+        if action.kind == "backward":
+            metrics.microbatches += 1
+        if action.kind == "step":
+            metrics.step_s += seconds
+            metrics.updates = self.schedule.updates
+            metrics.in_flight, metrics.queued = self.schedule.in_flight, self.schedule.queued
+            metrics.staleness = dict(self.schedule.staleness)
+            metrics.versions = len(self.trainer.versions.live)
+            self.observer.updated(metrics)
+
+
+def _overlap(received: Sequence[Tensor], sent: Sequence[Tensor]) -> bool:
+    """Whether an outgoing message uses memory of an incoming one."""
+    return bool({t.untyped_storage().data_ptr() for t in received} & {t.untyped_storage().data_ptr() for t in sent})

@@ -1,0 +1,1 @@
+"""Group machines into clusters."""

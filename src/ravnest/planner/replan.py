@@ -1,0 +1,269 @@
+"""Plans again when the fleet has changed: a machine is lost, new, slower or faster.
+
+From the least to the most disturbing, each taken only if it is worth more than the best before:
+
+1. keep the clusters that are intact, and park the others: their members become spares;
+2. repair clusters one by one (`repair`): cut again, replace a member, or split again over the members that are left;
+3. besides the intact clusters, form clusters of all idle machines;
+4. form all clusters again.
+
+If no machine is lost and there are fewer spares than requested, clusters with more members than the minimum give some
+up. (Not right after a loss: spares are there to be used.)
+
+A plan is worth the samples it gives until the horizon, less those lost while state moves (`state_transfers`). Of two
+plans, the clusters in both cancel out, and of the others the new ones must be worth more by `hysteresis`:
+
+    sum of worth, clusters only in the new plan  >  (1 + hysteresis) * sum of worth, clusters only in the old one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from ravnest.core.config import require
+from ravnest.core.units import format_bytes
+from ravnest.planner.clusters.search import form_clusters
+from ravnest.planner.fleet import ClusterPlan, FleetPlan, IdleMachine, Machine, Task
+from ravnest.planner.partition.row import try_row
+from ravnest.planner.partition.solver import Partition
+from ravnest.planner.problem import PlanError
+from ravnest.planner.reasons import format_rate, format_transfers
+from ravnest.planner.repair import ClusterRepair, StateTransfers, best_repair, state_transfers, worth
+
+__all__ = ["PlanChange", "replan"]
+
+FormClusters = Callable[[Task], FleetPlan]
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """The next plan, and the bytes and seconds of its transfers of state.
+
+    `gain` is the increase of samples/s over the clusters that are intact, as a fraction.
+    """
+
+    plan: FleetPlan
+    moved_bytes: int
+    move_s: float
+    gain: float
+    reason: str
+
+
+def replan(
+    task: Task,
+    running: FleetPlan,
+    *,
+    form: FormClusters | None = form_clusters,
+    horizon_s: float = 1800.0,
+    hysteresis: float = 0.05,
+) -> PlanChange:
+    """The best plan after `running` on the fleet as it is now, that of the task.
+
+    `form` forms clusters; None: only repair, which is fast. Raises `PlanError` if there is no plan.
+    """
+    require(0 < horizon_s < inf, f"horizon_s must be > 0, got {horizon_s}")
+    require(0 <= hysteresis < inf, f"hysteresis must be >= 0, got {hysteresis}")
+    now = _Replanner(task, running, horizon_s, hysteresis)
+    unchanged = now.unchanged()
+    best = now.better(now.repaired(), unchanged)
+    if form is not None:
+        for start in (best,) if best is unchanged else (unchanged, best):
+            best = now.better(now.extended(start.plan, form), best)
+        best = now.better(now.formed(form, must=not best.plan.clusters), best)
+    if not best.plan.clusters:
+        raise PlanError("no cluster is intact, and none can be repaired: form clusters again")
+    best = best if any(now.lost) else now.with_spares(best)
+    reason = best.plan.reason or f"keep: no change is worth more than {hysteresis:.0%}"
+    old = unchanged.plan.samples_per_s
+    gain = best.plan.samples_per_s / old - 1 if old else inf
+    return PlanChange(replace(best.plan, reason=reason), best.moved.num_bytes, best.moved.longest_s, gain, reason)
+
+
+class _Draft(NamedTuple):
+    """A possible plan, and its transfers of state."""
+
+    plan: FleetPlan
+    moved: StateTransfers
+
+
+class _Replanner:
+    """A running plan on the fleet as it is now, and the plans that may follow."""
+
+    def __init__(self, task: Task, running: FleetPlan, horizon_s: float, hysteresis: float) -> None:
+        self.task, self.running, self.horizon_s, self.hysteresis = task, running, horizon_s, hysteresis
+        here = {machine.name for machine in task.fleet.machines}
+        self.lost = [[name for name in cluster.members if name not in here] for cluster in running.clusters]
+        self.intact = [
+            None if lost else try_row(task, cluster.members, cluster.partition.cuts)
+            for cluster, lost in zip(running.clusters, self.lost, strict=True)
+        ]
+
+    def better(self, new: _Draft | None, old: _Draft) -> _Draft:
+        """The new plan, if it is worth enough more where the two differ."""
+        if new is None or not old.plan.clusters:
+            return new or old
+        gained, given_up = self._worth(new, besides=old), self._worth(old, besides=new)
+        return new if gained > (1 + self.hysteresis) * given_up else old
+
+    def _worth(self, draft: _Draft, *, besides: _Draft) -> float:
+        known = set(map(_row, besides.plan.clusters))
+        others = (cluster for cluster in draft.plan.clusters if _row(cluster) not in known)
+        return sum(worth(cluster, draft.moved, self.horizon_s) for cluster in others)
+
+    def unchanged(self) -> _Draft:
+        """The clusters that are intact."""
+        parked = [self._parked(number) for number, cluster in enumerate(self.intact) if cluster is None]
+        return self._plan([c for c in self.intact if c is not None], parked)
+
+    def repaired(self) -> _Draft | None:
+        """Each cluster repaired that failed or changed speed; None if there is nothing to repair."""
+        working = {name for cluster in self.running.clusters for name in cluster.members}
+        idle = [machine for machine in self.task.fleet.machines if machine.name not in working]
+        clusters, notes = list(self.intact), list[str]()
+        numbers = range(len(clusters))
+        for number in sorted(numbers, key=lambda n: (clusters[n] is not None, -self.running.clusters[n].samples_per_s)):
+            repair = self._repair(number, idle)
+            if repair is not None:
+                clusters[number] = repair.cluster
+                notes.append(repair.change)
+            elif clusters[number] is None:
+                notes.append(self._parked(number))
+            idle = self._idle_after(number, clusters[number], idle)
+        return self._plan([c for c in clusters if c is not None], notes) if notes else None
+
+    def _repair(self, number: int, idle: list[Machine]) -> ClusterRepair | None:
+        """The best repair of a cluster; None if none is worth it."""
+        before, after = self.running.clusters[number], self.intact[number]
+        outs: list[list[str]] = [self.lost[number]]
+        value = 0.0
+        if after is not None:
+            if not _differ(before.partition, after.partition, self.hysteresis):
+                return None
+            outs.append([after.members[_slowest(after.partition)]])
+            value = after.samples_per_s * self.horizon_s * (1 + self.hysteresis)
+        best = None
+        for out in outs:
+            found = best_repair(self.task, self.running.clusters, number, out, idle, self.horizon_s)
+            if found is not None and found[1] > value:
+                best, value = found
+        return best
+
+    def _idle_after(self, number: int, cluster: ClusterPlan | None, idle: list[Machine]) -> list[Machine]:
+        """The idle machines after a running cluster has become another, or none."""
+        before, after = set(self.running.clusters[number].members), set(cluster.members if cluster else ())
+        free = ({machine.name for machine in idle} | before) - after
+        return [machine for machine in self.task.fleet.machines if machine.name in free]
+
+    def _parked(self, number: int) -> str:
+        gone = " and ".join(self.lost[number])
+        why = (
+            f"{gone} {'are' if len(self.lost[number]) > 1 else 'is'} gone" if gone else "it no longer fits its members"
+        )
+        return f"park cluster {number}: {why}"
+
+    def extended(self, plan: FleetPlan, form: FormClusters) -> _Draft | None:
+        """A plan with additional clusters of its idle machines; None if there are none."""
+        working = {name for cluster in plan.clusters for name in cluster.members}
+        idle = tuple(machine for machine in self.task.fleet.machines if machine.name not in working)
+        if len(idle) < self.task.min_stages:
+            return None
+        try:
+            formed = form(replace(self.task, fleet=replace(self.task.fleet, machines=idle)))
+        except PlanError:
+            return None
+        added = [cluster for cluster in formed.clusters if len(cluster.members) >= self.task.min_stages]
+        if len(added) < len(formed.clusters) or not added:
+            return None
+        notes = [f"add a cluster of {', '.join(c.members)}: {format_rate(c.samples_per_s)}" for c in added]
+        return self._plan([*plan.clusters, *added], [*filter(None, [plan.reason]), *notes], formed)
+
+    def formed(self, form: FormClusters, *, must: bool) -> _Draft | None:
+        """All clusters formed again; if that fails, raises only if there `must` be such a plan."""
+        try:
+            plan = form(self.task)
+        except PlanError:
+            if must:
+                raise
+            return None
+        moved = self._draft(plan).moved
+        reason = f"form all again: {format_rate(plan.samples_per_s)}, {format_transfers(moved)}; {plan.reason}"
+        return _Draft(replace(plan, reason=reason), moved)
+
+    def with_spares(self, draft: _Draft) -> _Draft:
+        """With the requested spares, as far as clusters can do without a member."""
+        clusters, notes = list(draft.plan.clusters), list(filter(None, [draft.plan.reason]))
+        while len(self.task.fleet.machines) - sum(len(c.members) for c in clusters) < self.task.num_spares:
+            fewer = [
+                (found.samples_per_s - cluster.samples_per_s, number, name, found)
+                for number, cluster in enumerate(clusters)
+                for name in cluster.members
+                if (found := self._without(cluster, name)) is not None
+            ]
+            if not fewer:
+                break
+            _, number, name, found = max(fewer, key=lambda option: option[:3])
+            notes.append(f"hold {name} back: {found.samples_per_s:.3g} instead of {clusters[number].samples_per_s:.3g}")
+            clusters[number] = found
+        return draft if tuple(clusters) == draft.plan.clusters else self._plan(clusters, notes, draft.plan)
+
+    def _without(self, cluster: ClusterPlan, name: str) -> ClusterPlan | None:
+        left = [other for other in cluster.members if other != name]
+        return try_row(self.task, left) if len(left) >= max(1, self.task.min_stages) else None
+
+    def _plan(self, clusters: list[ClusterPlan], notes: list[str], formed: FleetPlan | None = None) -> _Draft:
+        """A plan of these clusters; other machines are idle as in `formed`, or as in the running plan."""
+        known = formed or self.running
+        idle, working = known.spares + known.left_out, {name for cluster in clusters for name in cluster.members}
+        known_idle = {machine.name for machine in idle}
+        others = [m for m in self.task.fleet.machines if m.name not in working | known_idle]
+        newly = [(machine, self._newly_idle(machine, clusters)) for machine in others]
+        free = {machine.name for machine in self.task.fleet.machines} - working
+        plan = FleetPlan(
+            clusters=tuple(clusters),
+            spares=(*(i for i in known.spares if i.name in free), *(i for _, (fits, i) in newly if fits)),
+            left_out=(*(i for i in known.left_out if i.name in free), *(i for _, (fits, i) in newly if not fits)),
+            samples_per_s=sum(cluster.samples_per_s for cluster in clusters),
+            reason="; ".join(notes),
+        )
+        return self._draft(plan)
+
+    def _draft(self, plan: FleetPlan) -> _Draft:
+        return _Draft(plan, state_transfers(self.task, self.running.clusters, plan.clusters))
+
+    def _newly_idle(self, machine: Machine, clusters: list[ClusterPlan]) -> tuple[bool, IdleMachine]:
+        """Whether a machine could replace a member, and why it has no stage."""
+        for number, cluster in enumerate(self.running.clusters):
+            if machine.name in cluster.members:
+                return True, IdleMachine(
+                    machine.name, f"it was in cluster {number}, which is parked or continues without it"
+                )
+        least = min((memory.total for c in clusters for memory in c.partition.memory), default=0)
+        if machine.memory_bytes < least:
+            return False, IdleMachine(
+                machine.name, f"it has joined, but the smallest stage takes {format_bytes(least)}"
+            )
+        return True, IdleMachine(machine.name, "it has joined, and would gain too little")
+
+
+def _row(cluster: ClusterPlan) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    return cluster.members, cluster.partition.cuts
+
+
+def _loads_s(found: Partition) -> list[float]:
+    """Seconds of every stage, by compute and line."""
+    return [max(s, line.interval_s) for s, line in zip(found.stage_seconds, found.line_seconds, strict=True)]
+
+
+def _differ(before: Partition, after: Partition, tolerance: float) -> bool:
+    """Whether machines are faster or slower than planned."""
+    allowed_s = tolerance * before.interval_s
+    pairs = zip(_loads_s(before), _loads_s(after), strict=True)
+    return any(abs(a - b) > allowed_s for a, b in pairs) or abs(before.interval_s - after.interval_s) > allowed_s
+
+
+def _slowest(found: Partition) -> int:
+    loads_s = _loads_s(found)
+    return max(range(len(loads_s)), key=loads_s.__getitem__)

@@ -1,0 +1,1 @@
+"""Measurements of this machine: usable memory, training speed, and the line to a peer."""

@@ -1,0 +1,126 @@
+"""Processor time of a stage besides the operations of its program, measured on this machine in half a second.
+
+    seconds of a microbatch = operations
+                            + parameter bytes * ((A - 1) / A * add + update / A)      A microbatches per update
+                            + message bytes * move                                    in and out, both ways
+
+`add` is adding to an existing gradient, `update` the optimizer step with its weight versions and correction, `move` the
+cost of a socket to another process of this machine at each end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ravnest.graph import Program
+from ravnest.graph.program import DTYPES
+from ravnest.pipeline.optimizers import Optimizer, Stepper
+from ravnest.pipeline.staleness import Correction, Corrector
+from ravnest.pipeline.versions import Versions
+from ravnest.planner import Chain
+from ravnest.protocol.pipeline import Data, Norm
+from ravnest.transport.link import Link, LinkConfig
+from ravnest.transport.unix import unix_pair
+
+__all__ = ["StageOverhead", "measure_upkeep", "with_upkeep"]
+
+_SAMPLE_BYTES = 32_000_000  # more than caches hold, with gradients, optimizer state and versions
+_MESSAGE_BYTES = 2**20
+_NUM_MESSAGES = 16
+_REPEATS = 4
+
+
+@dataclass(frozen=True)
+class StageOverhead:
+    """Seconds per byte: of parameters (`add_s`, `update_s`), of messages (`move_s`)."""
+
+    add_s: float
+    update_s: float
+    move_s: float
+
+    def parameters_s(self, num_bytes: int, accumulate: int) -> float:
+        """Seconds per microbatch that parameters take besides their operations."""
+        return num_bytes * ((accumulate - 1) * self.add_s + self.update_s) / accumulate
+
+
+def with_upkeep(chain: Chain, upkeep: StageOverhead, accumulate: int) -> Chain:
+    """The chain, with the overhead of parameters added to the first op that reads them."""
+    backward_s = list(chain.backward_s)
+    for storage in chain.weights:
+        if storage.ops:
+            backward_s[min(storage.ops)] += upkeep.parameters_s(storage.num_bytes, accumulate)
+    return replace(chain, backward_s=tuple(backward_s))
+
+
+def measure_upkeep(program: Program, optimizer: Optimizer, correction: Correction, *, delay: int) -> StageOverhead:
+    """Measure with the program's parameter shapes and the current number of torch threads."""
+    shapes = _sample(program)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        weights = {f"weight.{i}": torch.rand(shape) for i, shape in enumerate(shapes)}
+        gradients = {name: torch.rand_like(t) for name, t in weights.items()}
+        num_bytes = max(1, sum(t.nbytes for t in weights.values()))
+        add_s = _mean(lambda: _add(gradients, weights)) / num_bytes
+        update_s = _update_s(weights, gradients, optimizer, Corrector(correction, delay)) / num_bytes
+    return StageOverhead(add_s, update_s, _move_s())
+
+
+def _sample(program: Program) -> list[tuple[int, ...]]:
+    """Shapes of the program's parameters, up to the size of the sample."""
+    shapes, num_bytes = list[tuple[int, ...]](), 0
+    for state in program.state:
+        if state.trainable and DTYPES[state.dtype].is_floating_point and num_bytes < _SAMPLE_BYTES:
+            shapes.append(state.shape)
+            num_bytes += state.num_bytes
+    return shapes
+
+
+def _add(gradients: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    for name, gradient in gradients.items():
+        gradient.add_(more[name])
+
+
+def _update_s(
+    weights: dict[str, Tensor], gradients: dict[str, Tensor], optimizer: Optimizer, corrector: Corrector
+) -> float:
+    stepper = Stepper(optimizer, weights, fused=corrector.delay > 0)
+    versions = Versions(weights, corrector)
+
+    def update() -> None:
+        versions.update(lambda tensors: stepper.step(tensors, gradients, 0))
+
+    update()  # allocates the memory that later ones reuse
+    return _mean(update)
+
+
+def _mean(action: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    for _ in range(_REPEATS):
+        action()
+    return (time.perf_counter() - began) / _REPEATS
+
+
+def _move_s() -> float:
+    """Processor time of one end, per byte."""
+    left, right = unix_pair(LinkConfig(headers=Data))
+    buffers = [memoryview(bytearray(_MESSAGE_BYTES)) for _ in range(2)]
+    receiver = threading.Thread(target=_receive, args=(right, buffers[1]))
+    began = time.process_time()
+    receiver.start()
+    for _ in range(_NUM_MESSAGES):
+        left.send(Norm(0, 0.0), buffers[:1], deadline_s=60.0)
+    receiver.join()
+    used_s = time.process_time() - began
+    left.close()
+    right.close()
+    return used_s / 2 / (_NUM_MESSAGES * _MESSAGE_BYTES)
+
+
+def _receive(link: Link, buffer: memoryview) -> None:
+    for _ in range(_NUM_MESSAGES):
+        link.receive(lambda header, lengths: [buffer], deadline_s=60.0)

@@ -1,0 +1,154 @@
+"""Training speed of this machine: FLOPs of forward and backward passes over the seconds that they take.
+
+    of a job's program      FLOPs / (seconds of the operations, each alone * slowdown)
+    of the reference mix    FLOPs / mean seconds of whole passes
+
+On a CPU each distinct operation of a job's program runs alone (`graph.timing`), so that a model too big for the machine
+can be measured too. Alone and repeated, an operation finds its data in the caches, and its fastest repeat counts. In a
+training run caches are cold, memory is allocated and freed, a container's quota causes pauses, and other programs run:
+
+    slowdown = seconds of a stretch of the program, forward and backward repeated / seconds of its operations alone
+
+The stretch is the program's beginning, as much as fits into the time and memory for it. The reference mix is small: it
+runs as a whole, repeated for long enough that a quota takes effect.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ravnest.graph import Costs, Interpreter, Program, Stage, Tape, legal_cuts, measure_costs, split
+from ravnest.graph.program import DTYPES, resolve_dim
+from ravnest.graph.timing import OpSeconds, measure_seconds, torch_threads
+from ravnest.profiling.host import host_limits
+from ravnest.profiling.workload import Workload, WorkloadBlock, forward_backward, reference_mix
+
+__all__ = ["measure_slowdown", "Speed", "block_seconds", "measure_speed", "usable_cores"]
+
+_MAX_STRETCH_BYTES = 500_000_000
+_MIN_RUNS = 3
+_DEFAULT_SLOWDOWN = 1.15  # of a program that does not run on made-up data
+
+
+def measure_slowdown(program: Program, costs: Costs, seconds: Sequence[OpSeconds], *, budget_s: float = 1.0) -> float:
+    """The slowdown with the current number of torch threads; `seconds` and `costs` are of the same microbatch."""
+    end = _stretch_end(program, costs, seconds, budget_s / (_MIN_RUNS + 1))
+    alone_s = sum(op.total_s for op in seconds[:end])
+    if not alone_s:
+        return _DEFAULT_SLOWDOWN
+    stage = split(program, () if end == len(program.ops) else (end,))[0]
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about made-up data, not about the model
+            return max(1.0, _pass_seconds(stage, costs.batch, budget_s) / alone_s)
+    except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError):
+        return _DEFAULT_SLOWDOWN  # an op that rejects made-up data
+
+
+def _stretch_end(program: Program, costs: Costs, seconds: Sequence[OpSeconds], max_s: float) -> int:
+    """The end of the stretch: the last cut within time and memory, at least the first cut."""
+    taken_s, taken_bytes, spent, best = 0.0, 0, 0, 0
+    for cut in (*legal_cuts(program), len(program.ops)):
+        taken_s += sum(op.total_s for op in seconds[spent:cut])
+        taken_bytes += sum(op.result_bytes + 2 * op.parameter_bytes for op in costs.ops[spent:cut])
+        spent = cut
+        if best and (taken_s > max_s or taken_bytes > _MAX_STRETCH_BYTES):
+            break
+        best = cut
+    return best
+
+
+def _pass_seconds(stage: Stage, batch: int, budget_s: float) -> float:
+    """Mean seconds of a forward and a backward pass."""
+    runner = Interpreter(stage)
+    state = {s.target: _made_up(s.dtype, s.shape).requires_grad_(s.trainable) for s in stage.state}
+    inputs = [_made_up(v.dtype, [resolve_dim(d, batch) for d in v.shape]) for v in stage.inputs]
+
+    def once() -> None:
+        tape = Tape(runner, state, inputs)
+        tape.backward([_ones(o) for o in tape.outputs])
+        for tensor in state.values():
+            tensor.grad = None
+
+    once()
+    runs, began = 0, time.perf_counter()
+    while runs < _MIN_RUNS or time.perf_counter() - began < budget_s:
+        once()
+        runs += 1
+    return (time.perf_counter() - began) / runs
+
+
+def _made_up(dtype: str, shape: Sequence[int]) -> Tensor:
+    """Small fractions; for integers 0, which is an index of every table."""
+    kind = DTYPES[dtype]
+    return torch.rand(shape).mul_(0.05).to(kind) if kind.is_floating_point else torch.zeros(shape, dtype=kind)
+
+
+def _ones(output: Any) -> Tensor | None:
+    is_float = isinstance(output, Tensor) and output.is_floating_point()
+    return torch.ones_like(output) if is_float else None
+
+
+_JOB_S, _MIX_S = 4.0, 2.0
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Speed:
+    gflops: float  # per second
+    measured_on: str
+
+
+def usable_cores() -> float:
+    """Processors that this process may use, within its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(float(cores), host_limits().cores or cores)
+
+
+def measure_speed(
+    job: Workload | None = None, *, threads: int, device: torch.device | None = None, budget_s: float | None = None
+) -> Speed:
+    """Speed on a job's program, or on the reference mix; an accelerator is measured on the mix."""
+    device = device or torch.device("cpu")
+    with torch_threads(threads):
+        if job is not None and device.type == "cpu":
+            return _of_job(job, budget_s or _JOB_S)
+        mix = reference_mix()
+        seconds = [block_seconds(block, device, (budget_s or _MIX_S) / len(mix)) for block in mix]
+        flops = sum(block.flops for block in mix)
+        return Speed(flops / max(sum(seconds), 1e-9) / 1e9, " and ".join(block.name for block in mix))
+
+
+def _of_job(work: Workload, budget_s: float) -> Speed:
+    costs = measure_costs(work.program, work.batch)
+    alone = measure_seconds(work.program, work.batch, budget_s=budget_s * 2 / 3, costs=costs)
+    slowdown = measure_slowdown(work.program, costs, alone, budget_s=budget_s / 3)
+    seconds = sum(op.total_s for op in alone) * slowdown
+    return Speed(costs.flops(0, len(costs.ops)) / max(seconds, 1e-9) / 1e9, "the job's own program")
+
+
+def block_seconds(block: WorkloadBlock, device: torch.device, budget_s: float) -> float:
+    """Mean seconds of as many passes as the budget allows, after two for warm-up."""
+    layers, x = block.build().to(device), torch.rand(block.shape, device=device)
+    for _ in range(_WARM_UPS):
+        forward_backward(layers, x)
+    _synchronize(device)
+    began, passes = time.perf_counter(), 0
+    while passes == 0 or time.perf_counter() - began < budget_s:
+        forward_backward(layers, x)
+        _synchronize(device)
+        passes += 1
+    return (time.perf_counter() - began) / passes
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,1 @@
+"""Messages on every wire, one module per conversation."""

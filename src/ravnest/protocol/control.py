@@ -1,0 +1,245 @@
+"""Messages between a node and its coordinator: MessagePack over one WebSocket.
+
+A node sends `Hello` first and receives `Welcome` or `Disconnect`. Then the coordinator sends the state that the node
+should reach (`DesiredAssignment`); the node reconciles itself with it and reports. Nothing is lost with a connection:
+a node that reconnects sends `Hello` again and receives everything again. `StageCommand` and `StageReport` concern the
+assignment of one generation and are dropped for any other.
+"""
+
+from __future__ import annotations
+
+from ravnest.core.config import require
+from ravnest.core.ids import check_id
+from ravnest.core.record import Record, TaggedRecord
+from ravnest.protocol.commands import Order, Reports
+from ravnest.protocol.peer import Peer, PeerAddresses
+
+__all__ = [
+    "Heartbeat",
+    "Blob",
+    "ReplicaStored",
+    "ReplicaInfo",
+    "DesiredAssignment",
+    "SendReplica",
+    "Disconnect",
+    "Hello",
+    "StoreReplica",
+    "LeaveRequest",
+    "AssignmentReleased",
+    "AddressChanged",
+    "NodeProfile",
+    "Assignment",
+    "StageReport",
+    "FromNode",
+    "ReplicaSource",
+    "StageCommand",
+    "FromCoordinator",
+    "Welcome",
+    "FILE_HEADER",
+    "MAX_MESSAGE_BYTES",
+    "NODE_HEADER",
+    "MOST_COPIES",
+]
+
+MAX_MESSAGE_BYTES = 256 * 1024
+NODE_HEADER = "X-Ravnest-Node"  # on a unix socket: the name of the client
+FILE_HEADER = "X-Ravnest-File"  # on a unix socket: a file of this host instead of a body
+MOST_COPIES = 4  # replicas per node: its own, those of other nodes, and those that a plan may still need
+
+_MAX_MEMORY_BYTES, _MAX_BYTES_PER_S, _MAX_GFLOPS, _MAX_LATENCY_S = 1 << 46, 1e12, 1e8, 60.0
+_MAX_THREADS, _MAX_DEVICE = 4096, 32
+
+
+class NodeProfile(Record, frozen=True, kw_only=True):
+    """Resources that a PC contributes, measured by itself; limits exclude values that no PC has."""
+
+    memory_bytes: int
+    gflops: float
+    threads: int = 1
+    device: str = "cpu"
+    up_bytes_per_s: float = 2.5e6
+    down_bytes_per_s: float = 12.5e6
+    latency_s: float = 0.01  # to the coordinator, one way
+
+    def __post_init__(self) -> None:
+        _require_positive("memory_bytes", self.memory_bytes, _MAX_MEMORY_BYTES)
+        _require_positive("gflops", self.gflops, _MAX_GFLOPS)
+        _require_positive("threads", self.threads, _MAX_THREADS)
+        _require_positive("up_bytes_per_s", self.up_bytes_per_s, _MAX_BYTES_PER_S)
+        _require_positive("down_bytes_per_s", self.down_bytes_per_s, _MAX_BYTES_PER_S)
+        require(
+            0 <= self.latency_s <= _MAX_LATENCY_S,
+            f"latency_s must be >= 0 and <= {_MAX_LATENCY_S}, got {self.latency_s}",
+        )
+        require(len(self.device) <= _MAX_DEVICE, f"device has at most {_MAX_DEVICE} letters, got {len(self.device)}")
+
+
+def _require_positive(name: str, value: float, limit: float) -> None:
+    require(0 < value <= limit, f"{name} must be > 0 and <= {limit:g}, got {value}")
+
+
+class Blob(Record, frozen=True):
+    """A file to fetch from the coordinator: `GET /v1/blobs/DIGEST`. The digest is its SHA-256, in hexadecimal."""
+
+    digest: str
+    num_bytes: int
+
+
+class ReplicaInfo(Record, frozen=True):
+    """A replica: weights and optimizer state of a stage of a cluster after `updates` updates."""
+
+    cluster: str
+    stage: int
+    updates: int
+
+    def __post_init__(self) -> None:
+        check_id(self.cluster)
+        require(
+            self.stage >= 0 and self.updates >= 0,
+            f"stage and updates must be >= 0, got {self.stage} and {self.updates}",
+        )
+
+
+class ReplicaSource(Record, frozen=True, kw_only=True):
+    """A replica to resume from: in this node's store (`giver` None), or sent by `giver` in transfer `transfer`."""
+
+    copy: ReplicaInfo
+    giver: Peer | None = None
+    transfer: int = 0
+
+
+class Assignment(Record, frozen=True, kw_only=True):
+    """A stage of a cluster for a node to train. `generation` is the one in which the cluster was formed.
+
+    `file` is the stage (`graph.load`), `brief` its configuration (an encoded `pipeline.config.StageConfig`), `weights`
+    its initial weights (None: drawn from the seed). Without a peer `before`, the coordinator feeds the stage.
+
+    A cluster that resumes starts after `begin` updates, with the tensors of `sources` and of the `states` files; of
+    several with the same tensor, the first counts.
+    """
+
+    generation: int
+    cluster: str
+    stage: int
+    count: int
+    file: Blob
+    brief: Blob
+    weights: Blob | None = None
+    before: Peer | None = None
+    after: Peer | None = None
+    begin: int = 0
+    sources: tuple[ReplicaSource, ...] = ()
+    states: tuple[Blob, ...] = ()
+
+
+# From a node.
+
+
+class Hello(TaggedRecord, frozen=True, kw_only=True):
+    """First message of a session: resources and addresses of the node, which its certificate names.
+
+    `holding` is the generation of its assignment, or 0; `done` the number of updates that it has made. `copies` are
+    the replicas in its store.
+    """
+
+    release: str
+    profile: NodeProfile
+    where: PeerAddresses
+    holding: int = 0
+    done: int = 0
+    copies: tuple[ReplicaInfo, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(len(self.copies) <= MOST_COPIES, f"a node has at most {MOST_COPIES} replicas, got {len(self.copies)}")
+
+
+class AddressChanged(TaggedRecord, frozen=True):
+    """The endpoint of this node has other addresses now."""
+
+    where: PeerAddresses
+
+
+class Heartbeat(TaggedRecord, frozen=True):
+    """The node is alive; `doing` describes its activity."""
+
+    doing: str = ""
+
+
+class StageReport(TaggedRecord, frozen=True):
+    """A report of the stage of this generation."""
+
+    generation: int
+    report: Reports
+
+
+class AssignmentReleased(TaggedRecord, frozen=True):
+    """Nothing is left of the assignment of this generation, except perhaps a replica."""
+
+    generation: int
+    copy: ReplicaInfo | None = None
+
+
+class ReplicaStored(TaggedRecord, frozen=True):
+    """The replica of this transfer is stored; or it is not, for `reason`."""
+
+    transfer: int
+    copy: ReplicaInfo | None = None
+    num_bytes: int = 0
+    reason: str = ""
+
+
+class LeaveRequest(TaggedRecord, frozen=True):
+    """The node leaves for good, and asks to be released."""
+
+    reason: str = ""
+
+
+# From the coordinator.
+
+
+class Welcome(TaggedRecord, frozen=True, kw_only=True):
+    """The node is admitted. It sends a `Heartbeat` every `beat_s`; after three missed ones it counts as lost."""
+
+    run: str
+    beat_s: float
+
+
+class DesiredAssignment(TaggedRecord, frozen=True):
+    """The assignment that the node should have (None: be free), and the reason for it."""
+
+    assignment: Assignment | None
+    reason: str
+
+
+class StageCommand(TaggedRecord, frozen=True):
+    """A command for the stage of this generation."""
+
+    generation: int
+    command: Order
+
+
+class SendReplica(TaggedRecord, frozen=True):
+    """Send a replica of this stage to `target`: its current state if this node trains it, otherwise from the store."""
+
+    transfer: int
+    copy: ReplicaInfo
+    target: Peer
+
+
+class StoreReplica(TaggedRecord, frozen=True):
+    """Fetch a replica from `source` and store it instead of an older one."""
+
+    transfer: int
+    copy: ReplicaInfo
+    source: Peer
+
+
+class Disconnect(TaggedRecord, frozen=True):
+    """The coordinator ends the session, for `reason`; the node may reconnect if `again`."""
+
+    reason: str
+    again: bool = True
+
+
+FromNode = Hello | AddressChanged | Heartbeat | StageReport | AssignmentReleased | ReplicaStored | LeaveRequest
+FromCoordinator = Welcome | DesiredAssignment | StageCommand | SendReplica | StoreReplica | Disconnect

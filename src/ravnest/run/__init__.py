@@ -1,0 +1,1 @@
+"""The requester's process: drives a job from data to model."""

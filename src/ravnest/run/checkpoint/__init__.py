@@ -1,0 +1,1 @@
+"""Checkpoints: format, writer, resume, export, remote copies."""

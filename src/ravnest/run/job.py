@@ -1,0 +1,138 @@
+"""A job: a model, a loss, an optimizer and data. Training it gives a run.
+
+job = ravnest.Job(model=lambda: GPT(config), loss=loss_fn, optimizer=ravnest.AdamW(3e-4), data=loader)
+run = job.train(steps=1000, on="local:4")
+run.state_dict()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ravnest.config import TrainingConfig
+from ravnest.core.config import require
+from ravnest.errors import WeightsError
+from ravnest.graph import Program, trace
+from ravnest.graph.batch import batch_size_of, flatten, split_batch
+from ravnest.pipeline.optimizers import AdamW, Optimizer
+from ravnest.profiling.workload import Workload
+from ravnest.run.checkpoint.format import Checkpoint
+from ravnest.run.checkpoint.remote import bring, is_url
+from ravnest.run.checkpoint.resume import check_same, open_checkpoint
+from ravnest.run.data import Batches, limited
+from ravnest.run.driver import train
+from ravnest.run.folder import new_folder, resumed_folder
+from ravnest.run.metrics import ProgressView
+from ravnest.run.result import Run
+from ravnest.run.traced_job import TracedJob
+
+__all__ = ["Job", "Run"]
+
+
+@dataclass
+class Job:
+    """A training job.
+
+    Args:
+        model: A module, or a function that builds one; with a function no process ever holds the model whole.
+        loss: A function of the model's output and the targets that returns the loss, or a dict whose first value is
+            the loss. None: a batch is the inputs alone, and the model returns the loss.
+        data: An iterable of batches `(inputs, targets)`. A list or loader starts over when it ends; an iterator ends
+            the run.
+        optimizer: The optimizer. Default: AdamW.
+        validation: An iterable of held-out batches, in the form of `data`. Default: none.
+        name: The name of the job, for its directory. Default: "run".
+        config: How to train; see `TrainingConfig`.
+        source: The file that defines the job, if one does.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    loss: Callable[..., Any] | None
+    data: Iterable[Any]
+    optimizer: Optimizer = field(default_factory=AdamW)
+    validation: Iterable[Any] | None = None
+    name: str = "run"
+    config: TrainingConfig = field(default_factory=TrainingConfig)
+    source: Path | None = None
+
+    def train(self, config: TrainingConfig | None = None, *, show: ProgressView | None = None, **changes: Any) -> Run:
+        """Train on this machine or on PCs that join, and wait for the end.
+
+        Args:
+            config: How to train. Default: the job's own configuration.
+            show: A view that is told of progress. Default: none.
+            **changes: Fields of `TrainingConfig` that replace those of `config`.
+
+        Returns:
+            The finished run.
+
+        Raises:
+            ValueError: The job or the configuration is wrong; the message says what to change.
+            RavnestError: Something outside the job went wrong, such as a worker that keeps failing.
+        """
+        chosen = TrainingConfig(**{**vars(config or self.config), **changes})
+        view = show or ProgressView()
+        try:
+            if chosen.resume is not None and is_url(chosen.resume):
+                folder = new_folder(chosen.run_dir, self.name)
+                view.told(f"fetching the newest checkpoint from {chosen.resume}")
+                chosen = replace(chosen, resume=bring(str(chosen.resume), folder).parent.parent, run_dir=None)
+            batches = Batches(self.data)
+            job = self._traced(chosen, batches.first, changes, view)
+            return train(job, limited(batches, job.config.epochs), self._validation(job.config), view)
+        finally:
+            view.close()
+
+    def _traced(self, config: TrainingConfig, example: Any, changes: dict[str, Any], view: ProgressView) -> TracedJob:
+        if config.listens:
+            view.told("tracing the model")
+        program = trace(self.model, self.loss, example)
+        start, folder = self._resumed(config, program, changes, view)
+        if start is not None:
+            config = replace(config, seed=start.manifest.seed)
+        if self.source is not None:
+            (folder / "job.txt").write_text(f"{self.source.resolve()}\n")  # for `ravnest export`
+        return TracedJob(program, self.optimizer, config, self.batch_size(example), folder, start)
+
+    def _resumed(
+        self, config: TrainingConfig, program: Program, changes: dict[str, Any], view: ProgressView
+    ) -> tuple[Checkpoint | None, Path]:
+        """Return the checkpoint to resume from, if it belongs to this job, and the run's directory."""
+        if config.resume is None:
+            return None, new_folder(config.run_dir, self.name)
+        try:
+            start = open_checkpoint(config.resume, config.run_dir, view)
+        except WeightsError:
+            if not config.listens:
+                raise
+            return None, Path(config.resume).resolve()  # its nodes may still have its state
+        seed = start.manifest.seed
+        require(changes.get("seed", seed) == seed, f"the run has seed {seed}, which cannot be changed")
+        require(
+            config.steps is None or config.steps >= start.step,
+            f"steps must be at least {start.step}, which the run has made, got {config.steps}",
+        )
+        for sentence in check_same(start, program, self.optimizer):
+            view.told(sentence)
+        return start, resumed_folder(config.run_dir, start)
+
+    def workload(self) -> Workload:
+        """Return its program at the size of a microbatch, to measure a machine's speed on."""
+        example = Batches(self.data).first
+        return Workload(trace(self.model, self.loss, example), self.config.microbatch_of(self.batch_size(example)))
+
+    def batch_size(self, example: Any) -> int:
+        """Return the number of samples in a batch."""
+        return batch_size_of(flatten(split_batch(example, self.loss is not None), "batch")[1])
+
+    def _validation(self, config: TrainingConfig) -> Callable[[], Sequence[Any]] | None:
+        if self.validation is None:
+            return None
+        held_out = self.validation
+        return lambda: list(islice(held_out, config.validation_batches))

@@ -1,0 +1,196 @@
+"""A run on this machine: a fleet on one host.
+
+The coordinator runs in a thread of this process, and so do the agents of N nodes, each with its worker process. Links
+are unix sockets in a private directory: no TLS, no enrollment, and the machine is measured once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ravnest import __version__
+from ravnest.coordinator.events import ClusterSpec
+from ravnest.coordinator.policy.averaging import AveragingPolicy
+from ravnest.coordinator.policy.membership import MembershipPolicy
+from ravnest.coordinator.policy.replication import ReplicationPolicy
+from ravnest.coordinator.requester import PlannedClusters
+from ravnest.coordinator.service import CoordinatorConfig
+from ravnest.node.agent import Agent, AgentConfig
+from ravnest.node.console import AgentConsole
+from ravnest.node.membership import LocalMembership
+from ravnest.node.storage import NodeStorage
+from ravnest.planner.fleet import Machine
+from ravnest.protocol.commands import StageFailed
+from ravnest.protocol.control import NodeProfile, StageReport
+from ravnest.run.checkpoint.resume import plan_as_before
+from ravnest.run.cluster_builder import ClusterBuilder, cluster_names
+from ravnest.run.metrics import ProgressView
+from ravnest.run.plan import LocalPlanOptions, LocalTimings, PipelinePlan, node_names, plan_local, time_local
+from ravnest.run.throughput import Cores
+from ravnest.run.traced_job import TracedJob
+
+__all__ = ["LocalClusterBuilder", "LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
+
+_UNLIMITED_BYTES = 1 << 46
+_GFLOPS = 1.0  # nominal: nodes of one machine are compared by `speeds` alone
+_LINE_BYTES_PER_S = 1e10
+_FORMING_S = 300.0
+_HEARTBEAT_S = 10.0  # a dead worker is noticed by its supervisor; this only guards against a stuck loop
+
+
+class LocalClusterBuilder(ClusterBuilder):
+    """Plans fixed groups of local nodes, each of which forms the same cluster again after a failure."""
+
+    def __init__(self, job: TracedJob, timings: LocalTimings, view: ProgressView) -> None:
+        super().__init__(
+            job.program, timings.chain, job.trainer, job.folder, accumulate=timings.accumulate,
+            microbatch=timings.microbatch,
+        )  # fmt: skip
+        self.checkpoint = job.start
+        self._plans = [plan_local(timings, group) for group in timings.options.groups]
+        if job.start is not None and job.config.memory is None:
+            self._plans, sentences = _as_before(self._plans, job)
+            for sentence in sentences:
+                view.told(sentence)
+
+    def plan(
+        self, machines: Sequence[Machine], generation: int, failed_clusters: Sequence[str] = ()
+    ) -> PlannedClusters:
+        """Return the clusters of all groups whose nodes are free."""
+        self._machines |= {machine.name: machine for machine in machines}
+        free = {machine.name for machine in machines}
+        ready = [plan for plan in self._plans if free.issuperset(row.node for row in plan.plans)]
+        names = cluster_names(generation, len(ready))
+        specs = [self._spec(name, generation, plan, failed_clusters) for name, plan in zip(names, ready, strict=True)]
+        return PlannedClusters(tuple(specs), reason="nodes of this machine")
+
+    def find_better_plan(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        return (), "local clusters are fixed"
+
+    def _spec(self, name: str, generation: int, plan: PipelinePlan, failed_clusters: Sequence[str]) -> ClusterSpec:
+        self.plans[name] = plan
+        members = tuple(row.node for row in plan.plans)
+        repairs = [old for old in failed_clusters if old in self.plans and self.plans[old].plans[0].node == members[0]]
+        return ClusterSpec(
+            id=name, generation=generation, members=members, cuts=tuple(plan.cuts), accumulate=plan.accumulate,
+            depths=tuple(rule.depth for rule in plan.rules), samples_per_s=plan.samples_per_s, reason=plan.reason,
+            repairs=repairs[-1] if repairs else "",
+        )  # fmt: skip
+
+
+def local_builder(job: TracedJob, view: ProgressView, num_cores: int) -> LocalClusterBuilder:
+    """Measure the job on this machine and plan its clusters."""
+    config = job.config
+    options = LocalPlanOptions(
+        nodes=config.num_nodes, clusters=config.clusters, batch_size=job.batch_size,
+        accumulate=config.microbatches_per_step, microbatch=config.microbatch, synchronous=config.mode == "sync",
+        max_staleness=config.max_staleness,
+        memory_bytes=config.memory_bytes, recompute=config.recompute, speeds=config.speed_of,
+        cores=Cores(count=num_cores, threads=config.num_threads, pinned=config.core_of),
+    )  # fmt: skip
+    return LocalClusterBuilder(job, time_local(job.program, job.optimizer, config.correction, options), view)
+
+
+def local_coordinator(job: TracedJob, averaging: AveragingPolicy, sockets: Path) -> CoordinatorConfig:
+    """Return the configuration of a coordinator without a port."""
+    config = job.config
+    return CoordinatorConfig(
+        directory=job.folder / "coordinator",
+        port=None,
+        sockets=sockets,
+        local_nodes=node_names(config.num_nodes),
+        averaging=averaging,
+        replication=ReplicationPolicy(replicas=config.replicas),
+        membership=MembershipPolicy(
+            min_nodes=config.num_nodes, settle_s=0.0, min_stages=1, quarantine_s=0.0, forming_timeout_s=_FORMING_S,
+            heartbeat_s=_HEARTBEAT_S,
+        ),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def local_nodes(job: TracedJob) -> Iterator[LocalNodes]:
+    """Prepare the nodes of a local run; their files are removed afterwards."""
+    config = job.config
+    sockets = Path(tempfile.mkdtemp(prefix="ravnest-"))
+    directory = job.folder / ".nodes"
+    memory = config.memory_bytes or (_UNLIMITED_BYTES,) * config.num_nodes
+    cores = config.core_of or (-1,) * config.num_nodes
+    nodes = [
+        _LocalNode(
+            name=name,
+            profile=NodeProfile(
+                memory_bytes=memory[i], gflops=_GFLOPS, threads=config.num_threads,
+                up_bytes_per_s=_LINE_BYTES_PER_S, down_bytes_per_s=_LINE_BYTES_PER_S, latency_s=0.0,
+            ),
+            core=cores[i],
+        )
+        for i, name in enumerate(node_names(config.num_nodes))
+    ]  # fmt: skip
+    try:
+        yield LocalNodes(nodes, sockets, directory, job.folder)
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _LocalNode:
+    name: str
+    profile: NodeProfile
+    core: int
+
+
+class LocalNodes:
+    """Agents of local nodes, as tasks of the coordinator's loop; each worker logs to `NAME.log` in the run's folder."""
+
+    def __init__(self, nodes: Sequence[_LocalNode], sockets: Path, directory: Path, folder: Path) -> None:
+        self.sockets = sockets
+        self._nodes, self._directory, self._folder = nodes, directory, folder
+        self._agents: list[Agent] = []
+        self.on_message: Callable[[str, bool], None] = lambda text, is_failure: None
+
+    async def run(self) -> None:
+        """Run all agents until cancelled; raises the first error that ends one."""
+        self._agents = [self._agent(node) for node in self._nodes]
+        async with asyncio.TaskGroup() as tasks:
+            for agent in self._agents:
+                tasks.create_task(agent.run())
+
+    def kill(self) -> None:
+        """End all workers at once."""
+        for agent in self._agents:
+            agent.kill()
+
+    def _agent(self, node: _LocalNode) -> Agent:
+        storage = NodeStorage(self._directory / node.name, log=self._folder / f"{node.name}.log")
+        config = AgentConfig(release=__version__, home=storage, profile=node.profile, core=node.core)
+        return Agent(config, LocalMembership(node.name, self.sockets), _LocalConsole(node.name, self.on_message))
+
+
+class _LocalConsole(AgentConsole):
+    """Reports only that a local node's worker died or its stage failed."""
+
+    def __init__(self, name: str, on_message: Callable[[str, bool], None]) -> None:
+        super().__init__(lambda line: None)
+        self._name, self._on_message = name, on_message
+
+    def worker_lost(self, reason: str, wait_s: float, log: Path) -> None:
+        self._on_message(f"{self._name}: {reason}; starting another in {wait_s:.1f} s. Its log: {log}", False)
+
+    def reported(self, report: StageReport) -> None:
+        if isinstance(report.report, StageFailed) and not report.report.is_consequence:
+            self._on_message(f"{self._name} failed: {report.report.reason}", True)
+
+
+def _as_before(plans: Sequence[PipelinePlan], job: TracedJob) -> tuple[list[PipelinePlan], list[str]]:
+    """Return the plans with the cuts of the run that is resumed, where they fit, and what that means."""
+    assert job.start is not None
+    found = [plan_as_before(plan, job.program, job.start.manifest) for plan in plans]
+    return [plan for plan, _ in found], list(dict.fromkeys(sentence for _, sentence in found))

@@ -1,0 +1,47 @@
+"""A job that is ready to be trained: traced, with its configuration, its folder and the checkpoint it resumes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ravnest.config import TrainingConfig
+from ravnest.graph import Program
+from ravnest.pipeline.config import TrainerConfig
+from ravnest.pipeline.optimizers import Optimizer
+from ravnest.run.checkpoint.format import Checkpoint
+from ravnest.run.checkpoint.resume import describe
+from ravnest.run.checkpoint.weights import unused_tensors
+from ravnest.run.checkpoint.writer import CheckpointConfig, RunCheckpoints
+
+__all__ = ["TracedJob"]
+
+
+@dataclass(frozen=True)
+class TracedJob:
+    """`batch_size` is that of the first batch; `start` is the checkpoint to resume from."""
+
+    program: Program
+    optimizer: Optimizer
+    config: TrainingConfig
+    batch_size: int
+    folder: Path
+    start: Checkpoint | None = None
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        config = self.config
+        return TrainerConfig(
+            optimizer=self.optimizer, correction=config.correction, seed=config.seed, recompute=config.recompute,
+            autocast=config.autocast, compression=config.activation_compression,
+        )  # fmt: skip
+
+    def checkpoints(self) -> RunCheckpoints:
+        """Return the checkpoints of its run, to be written while it trains."""
+        config = self.config
+        return RunCheckpoints(
+            self.folder,
+            CheckpointConfig(every=config.checkpoint_every, keep=config.keep_checkpoints, to=config.checkpoint_to),
+            lambda plan: describe(self.program, self.optimizer, plan, config.seed),
+            lambda: unused_tensors(self.program, config.seed),
+        )

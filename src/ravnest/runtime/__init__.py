@@ -1,1 +1,0 @@
-"""Training a stage: what to do next, on which weights, and how to apply what comes back."""

@@ -1,0 +1,1 @@
+"""Links that carry messages between stages, over unix sockets and mutual TLS."""

@@ -1,0 +1,1 @@
+"""Connects two nodes behind NATs: candidates, connectivity checks, hole punching, relay."""

@@ -1,0 +1,292 @@
+"""Run one stage between its two links, and report its progress.
+
+The stage and its links are given: this module does not depend on where they come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import psutil
+from torch import Tensor
+
+from ravnest.core.clock import Deadline
+from ravnest.core.metrics import StageMetrics
+from ravnest.core.rate_limit import RateLimiter
+from ravnest.core.schedule import PipelineSchedule
+from ravnest.errors import LinkClosed, LinkError, RavnestError
+from ravnest.graph import Stage, StageLimits, initialise, read_weights, write_weights
+from ravnest.graph.dry_run import dry_run_batch
+from ravnest.pipeline.accumulation import GradientAccumulator
+from ravnest.pipeline.config import StageConfig
+from ravnest.pipeline.loop import Inbox, Loop, LoopContext
+from ravnest.pipeline.state import StageState, owned, read_state, write_state
+from ravnest.pipeline.tensor_codec import StageCodecs, TensorCodec
+from ravnest.pipeline.trainer import Trainer, squared_norm
+from ravnest.protocol.commands import (
+    EndAfter,
+    EvaluationReport,
+    LossReport,
+    Order,
+    Reports,
+    SaveState,
+    StageFailed,
+    StageReady,
+    StateSaved,
+    StepReport,
+    StopStage,
+)
+from ravnest.protocol.pipeline import Backward, Forward
+from ravnest.transport.link import Link
+from ravnest.transport.pump import OnError
+from ravnest.worker.stage_links import FeedLink, NullLink, StageLink
+
+__all__ = ["SendReport", "StageRunner", "failure_of"]
+
+SendReport: TypeAlias = Callable[[Reports], None]
+
+_MAX_WAIT_S = 1.0
+
+
+class StageRunner:
+    """Owns the links once created. `run` trains in the calling thread; the other methods are for any thread."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        config: StageConfig,
+        limits: StageLimits,
+        before: Link,
+        after: Link | None,
+        report: SendReport,
+        rate_limiter: RateLimiter | None = None,
+        *,
+        begin: StageState | None = None,
+        is_fed: bool = False,
+    ) -> None:
+        """`begin` is a state to resume from, which becomes the stage's own; without it, `config` names the files.
+
+        `is_fed`: `before` leads to the coordinator; when it is lost, the stage still trains its pending microbatches.
+        """
+        self._report, self._inbox = report, Inbox()
+        self._writing: threading.Thread | None = None
+        self._is_writing = False
+        self._codecs = StageCodecs.of(stage, config.settings.compression, config.max_batch)
+
+        def stage_link(link: Link, codecs: dict[type, TensorCodec], *, is_feed: bool = False) -> StageLink:
+            on_error = self._feed_failed if is_feed else self._on_link_error(link.peer)
+            kind = FeedLink if is_feed else StageLink
+            return kind(link, self._inbox, codecs, config.role.tied, on_error, config.settings.timeout_s, rate_limiter)
+
+        self._before = stage_link(before, {Forward: self._codecs.inputs}, is_feed=is_fed)
+        self._after = NullLink() if after is None else stage_link(after, {Backward: self._codecs.gradients_in})
+        self._observer = _Observer(report, (self._before, self._after))
+        try:
+            self._loop = self._make_loop(stage, config, limits, begin)
+        except BaseException:
+            self.close(flush_s=0.0)
+            raise
+
+    def run(self) -> None:
+        """Train until a `StopStage` command; raises the reason if the stage fails."""
+        self._before.start()
+        self._after.start()
+        self._report(StageReady(self._loop.index))
+        self._loop.run()
+
+    def command(self, command: Order) -> None:
+        """Execute a command between two actions."""
+
+        def execute(loop: Loop) -> None:
+            match command:
+                case EndAfter(updates=updates):
+                    loop.end_after(updates)
+                case SaveState(path=path, state=""):
+                    _save(loop, path)
+                    self._report(StateSaved(loop.index, loop.schedule.updates))
+                case SaveState():
+                    self._save_state(loop, command)
+                case StopStage():
+                    loop.stop()
+
+        self._inbox.call(execute)
+
+    def state(self) -> StageState:
+        """Return weights and optimizer state; only once the stage has ended."""
+        return self._loop.trainer.state(whole=False, copies=False)
+
+    def call_in_loop(self, function: Callable[[Loop], None]) -> None:
+        """Call a function in the training loop between two actions."""
+        self._inbox.call(function)
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """Wait briefly until the queues of the stage's own links are empty, which have priority over other traffic."""
+        deadline = Deadline(min(timeout_s, _MAX_WAIT_S))
+        for link in (self._before, self._after):
+            link.drain(deadline.left_s())
+        return True
+
+    def _on_link_error(self, peer: str) -> OnError:
+        """Return a handler that makes the stage fail."""
+
+        def on_error(error: Exception) -> None:
+            def fail(loop: Loop) -> None:
+                kind = LinkClosed if isinstance(error, LinkClosed) else LinkError
+                raise kind(f"lost the link to {peer}: {error}")
+
+            self._inbox.call(fail)
+
+        return on_error
+
+    def _feed_failed(self, error: Exception) -> None:
+        reason = LinkClosed(f"lost the coordinator's feed, and all microbatches are trained: {error}")
+        self._inbox.call(lambda loop: loop.fail_when_idle(reason))
+
+    def close(self, *, flush_s: float) -> None:
+        """Close both links at the same time."""
+        closing = threading.Thread(target=self._after.close, args=(flush_s,), daemon=True)
+        closing.start()
+        self._before.close(flush_s)
+        closing.join()
+        if self._writing is not None:
+            self._writing.join(flush_s)
+
+    def _save_state(self, loop: Loop, command: SaveState) -> None:
+        """Copy the state at the requested update, and write it in another thread while training continues."""
+
+        def begin(loop: Loop) -> None:
+            updates = loop.schedule.updates
+            if self._is_writing:  # two copies of the state might not fit in memory
+                self._report(StateSaved(loop.index, updates, "the last state is still being written", is_state=True))
+                return
+            state = loop.trainer.state(whole=command.state == "whole")
+            self._is_writing = True
+            self._writing = threading.Thread(target=write, args=(state,), name="save", daemon=True)
+            self._writing.start()
+
+        def write(state: StageState) -> None:
+            failure = ""
+            try:
+                write_state(state, command.path)
+            except (OSError, RavnestError) as error:
+                failure = str(error)[:1000] or type(error).__name__
+            self._is_writing = False
+            with contextlib.suppress(LinkError):  # the receiver may be gone
+                self._report(StateSaved(loop.index, state.updates, failure, is_state=True))
+
+        updates = loop.schedule.updates
+        if not loop.at_update(updates if command.at < 0 else command.at, begin):
+            failure = f"update {command.at} is past: the stage has made {updates} updates"
+            self._report(StateSaved(loop.index, command.at, failure, is_state=True))
+
+    def _make_loop(self, stage: Stage, config: StageConfig, limits: StageLimits, begin: StageState | None) -> Loop:
+        settings, is_last_stage = config.settings, stage.index == stage.count - 1
+        start = _initial_state(stage, config, begin)
+        accumulator = GradientAccumulator(
+            is_first_stage=stage.index == 0,
+            is_last_stage=is_last_stage,
+            clips=settings.optimizer.clip_norm is not None,
+            borrowers=config.role.borrowers,
+            squared_norm=squared_norm,
+        )
+        schedule = PipelineSchedule(
+            config.rule,
+            is_last_stage=is_last_stage,
+            steps_need_permission=accumulator.needs_permission,
+            first_update=start.updates,
+        )
+        trainer = Trainer(stage, _initial_weights(stage, config, start), settings, delay=config.rule.delay, start=start)
+        check_batch = _batch_check(stage, limits)
+        context = LoopContext(self._inbox, self._before, self._after, self._observer, self._codecs, check_batch)
+        return Loop(trainer, schedule, accumulator, config.role, context)
+
+
+class _Observer:
+    """Reports the progress of the loop; losses once per step, or at once if one is not finite."""
+
+    def __init__(self, report: SendReport, links: tuple[StageLink | NullLink, ...]) -> None:
+        self._report, self._links = report, links
+        self._process = psutil.Process()
+        self._losses: dict[int, tuple[float | None, ...]] = {}
+
+    def loss(self, microbatch: int, values: list[float]) -> None:
+        self._losses[microbatch] = finite = _finite(values)
+        if None in finite:
+            self._report_losses()
+
+    def _report_losses(self) -> None:
+        if self._losses:
+            self._report(LossReport(self._losses))
+            self._losses = {}
+
+    def evaluation(self, number: int, batch: int, values: list[float]) -> None:
+        self._report(EvaluationReport(number, batch, _finite(values)))
+
+    def updated(self, metrics: StageMetrics) -> None:
+        metrics.sending = sum(link.depth for link in self._links)
+        metrics.sent_bytes = sum(link.sent_bytes for link in self._links)
+        metrics.received_bytes = sum(link.received_bytes for link in self._links)
+        metrics.memory_bytes = self._process.memory_info().rss
+        metrics.peak_memory_bytes = max(peak_memory_bytes(), metrics.memory_bytes, metrics.peak_memory_bytes)
+        self._report_losses()
+        snapshot = msgspec.structs.replace(metrics, staleness=dict(metrics.staleness))  # the loop changes the original
+        self._report(StepReport(snapshot))
+
+
+def failure_of(error: Exception) -> StageFailed:
+    """Return the report of an error that ended a stage."""
+    text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+    return StageFailed(text[:2000], is_consequence=isinstance(error, LinkClosed))
+
+
+def _finite(values: list[float]) -> tuple[float | None, ...]:
+    return tuple(v if math.isfinite(v) else None for v in values)
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak resident memory of this process; 0 where the system does not report it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _batch_check(stage: Stage, limits: StageLimits) -> Callable[[int], None]:
+    """Return a function that dry-runs each microbatch size once, before it is computed."""
+    checked = {limits.batch}
+
+    def check(batch: int) -> None:
+        if batch not in checked:
+            dry_run_batch(stage, batch, limits)
+            checked.add(batch)
+
+    return check
+
+
+def _initial_state(stage: Stage, config: StageConfig, begin: StageState | None) -> StageState:
+    """Return the state to resume from. `config` has the number of updates: a state may come from another cluster."""
+    if begin is None and config.state:
+        begin = read_state(stage, config.state)
+    return StageState(config.begin, {} if begin is None else begin.tensors)
+
+
+def _initial_weights(stage: Stage, config: StageConfig, start: StageState) -> dict[str, Tensor]:
+    """Return the weights of a new stage, or nothing if `start` has all of them."""
+    if owned(stage).keys() <= start.weights.keys():
+        return {}
+    return read_weights(stage, config.weights) if config.weights else initialise(stage, config.settings.seed)
+
+
+def _save(loop: Loop, path: str) -> None:
+    """Write the stage's own weights, complete or not at all."""
+    tensors = loop.trainer.weights()
+    with write_weights(path, [s for s in loop.trainer.stage.state if s.target in tensors]) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
