@@ -122,6 +122,7 @@ class Coordinator:
         self.replication = ReplicationService(self, replication or ReplicationPolicy())
         self._planning = PlanningService(self)
         self._resuming: ResumeService | None = None
+        self._late_failures: dict[str, int] = {}  # generation of the last one, by node
 
     def now_s(self) -> float:
         """Unix time, monotonic: not affected when the system clock is set."""
@@ -282,8 +283,10 @@ class Coordinator:
                     self.record(NodeAddressChanged(self.now_s(), name, addresses))
             case StageReport():
                 active = self.running.cluster_of(name)
-                if active is not None and message.generation == active.generation:  # else of an earlier assignment
+                if active is not None and message.generation == active.generation:
                     self._handle_report(name, active, message)
+                elif active is None:
+                    self._handle_late_report(name, message)
             case AssignmentReleased(generation=generation, copy=replica):
                 self.record(NodeReleased(self.now_s(), name, generation, replica))
                 if self._resuming:
@@ -327,6 +330,14 @@ class Coordinator:
                 self.requester.stage_reported(active.id, stage, report)
             case RingsReady() | AveragingStarted() | AverageReady() | AveragingFailed() | AverageApplied() as report:
                 self.averaging.handle_report(name, report)
+
+    def _handle_late_report(self, name: str, message: StageReport) -> None:
+        """The cluster is over; a neighbour may have reported its lost link before this node reported the cause."""
+        match message.report:
+            case StageFailed(reason=reason, is_consequence=False):
+                if self._late_failures.get(name, 0) < message.generation <= self.state.generation:
+                    self._late_failures[name] = message.generation  # each failure counts once
+                    self.record(NodeQuarantined(self.now_s(), name, reason[:500]))
 
     def _handle_link(self, active: ActiveCluster, name: str, message: LinkReport) -> None:
         if message.peer not in (*active.plan.members, COORDINATOR) and message.peer not in self.state.ring_members:

@@ -87,8 +87,7 @@ class AssignmentRun:
         except _Stopped:
             pass
         except Exception as error:  # whatever it was, the coordinator must get the reason
-            if not self._is_stopped:
-                self._report(failure_of(error))
+            self._report_failure(error)
 
     def command(self, command: Order) -> None:
         """Pass a command on to the stage; one that arrives before the stage runs waits for it."""
@@ -177,20 +176,28 @@ class AssignmentRun:
             num_elements=_num_elements(stage),
         )
         averaging.start()
+        flush_s = 0.0
         try:
             self._begin(runner, averaging)
             runner.run()
+            flush_s = _FLUSH_S
             self._store_replica(runner)
-        except LinkError:  # a lost neighbour is no reason to lose the state of this stage
+        except LinkError as error:  # a lost neighbour is no reason to lose the state of this stage
             self._store_replica(runner)
-            raise
+            self._report_failure(error)
+        except Exception as error:  # reported before the links close: neighbours only notice the closed links
+            self._report_failure(error)
         finally:
             with self._lock:
                 self._runner = self._averaging = None  # frees their memory
                 for pending in tuple(self._pending_replicas):
                     pending.cancel()
             averaging.close()
-            runner.close(flush_s=_FLUSH_S if self._is_stopped else 0.0)
+            runner.close(flush_s=flush_s)
+
+    def _report_failure(self, error: Exception) -> None:
+        if not self._is_stopped:
+            self._report(failure_of(error))
 
     def _store_replica(self, runner: StageRunner) -> None:
         """Write the final state to the replica store; without space on disk the run ends without it."""

@@ -58,6 +58,26 @@ def test_reports_of_another_generation_are_dropped(tmp_path: Path) -> None:
     run(test())
 
 
+def test_the_cause_of_a_failure_may_arrive_after_its_consequence(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_coordinator(tmp_path) as server, contextlib.AsyncExitStack() as stack:
+            ann, bob = [await stack.enter_async_context(await server.node(name)) for name in ("ann", "bob")]
+            await server.train()
+            generation = ann.assignment.generation
+            await bob.send(StageReport(generation, StageFailed("lost the link to ann", is_consequence=True)))
+            await server.wait_for_log("bob (stage 1) failed: lost the link to ann")
+            for _ in range(3):
+                await ann.send(StageReport(generation, StageFailed("IndexError: index out of range")))
+            await all_handled(server, ann)
+            assert sum("ann is quarantined: IndexError" in text for text in server.log) == 1
+            assert server.coordinator.state.nodes["bob"].quarantined_s is None
+            await stack.enter_async_context(await server.node("carl"))
+            await server.train()
+            assert set(server.cluster_of("bob").plan.members) == {"bob", "carl"}
+
+    run(test())
+
+
 def test_repeated_messages_are_logged_once(tmp_path: Path) -> None:
     async def test() -> None:
         async with coordinator_with_nodes(tmp_path) as server:
