@@ -15,7 +15,7 @@ from benchmarks.planner.fleets import FLOPS_PER_S
 from ravnest.core.metrics import StageMetrics
 from ravnest.errors import RavnestError
 from ravnest.node.client import Client, member_context
-from ravnest.node.enrollment import EnrollmentRequest, enrol
+from ravnest.node.membership import EnrollmentRequest, enrol
 from ravnest.node.session import DisconnectedByCoordinator, Outbox, run_session
 from ravnest.planner import Machine
 from ravnest.protocol.commands import LinkReport, Reports, StageFailed, StageReady, StepReport

@@ -31,9 +31,9 @@ from ravnest.protocol.pipeline import Data, Norm
 from ravnest.run.job import Job, Run
 from ravnest.transport.identity import Identity, make_authority, make_key, make_request, save_identity
 from ravnest.transport.link import Link, LinkConfig
+from ravnest.transport.local import unix_pair
 from ravnest.transport.p2p.candidates import PeerCandidates
 from ravnest.transport.p2p.endpoint import PeerEndpoint
-from ravnest.transport.unix import unix_pair
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 ACCUMULATE = 8  # microbatches per update of Ravnest, `single` and `two`; the larger number of the other baselines

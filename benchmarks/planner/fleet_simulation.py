@@ -16,9 +16,8 @@ from benchmarks.planner.fleets import gpt_chain, home_pcs
 from benchmarks.report import Report, arguments
 from ravnest.planner.clusters.search import form_clusters
 from ravnest.planner.fleet import ClusterPlan, FleetPlan, IdleMachine, Machine, Task
-from ravnest.simulator.faults import draw_faults
 from ravnest.simulator.results import Simulation
-from ravnest.simulator.simulation import simulate
+from ravnest.simulator.simulation import draw_faults, simulate
 
 VIRTUAL_S = 600.0
 MICROBATCH = 2

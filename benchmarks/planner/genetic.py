@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from random import Random
 
 from ravnest.planner import Task, stage_memory
-from ravnest.planner.clusters.estimate import RateEstimator, Row
-from ravnest.planner.clusters.order import best_order
+from ravnest.planner.clusters.estimate import RateEstimator, Row, best_order
 from ravnest.planner.partition import partition
 from ravnest.planner.problem import PlanError
 

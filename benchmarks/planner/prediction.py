@@ -29,8 +29,7 @@ from benchmarks.report import Report, arguments
 from ravnest.config import TrainingConfig
 from ravnest.examples.gpt import GPT, next_token_loss
 from ravnest.graph import trace
-from ravnest.profiling.speed import measure_speed
-from ravnest.profiling.workload import Workload
+from ravnest.profiling.speed import Workload, measure_speed
 from ravnest.run.job import Job, Run
 from ravnest.run.metrics import Progress, ProgressView
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.pipeline.baselines import GPTStage
 from benchmarks.wan.task import CONTEXT, LR, MICROBATCHES, POINTS, Point, make_batch, make_stage
 from ravnest.examples.gpt import next_token_loss
-from ravnest.worker.allocator import keep_freed_memory
+from ravnest.worker.process import keep_freed_memory
 from testbed.namespaces import DEVICE
 
 PORT = 7600

@@ -20,7 +20,7 @@ from ravnest.core.units import format_seconds, parse_bytes
 if TYPE_CHECKING:
     from ravnest.pipeline.staleness import Correction
 
-__all__ = ["LISTEN", "LOCAL", "Option", "TrainingConfig", "num_cores", "options"]
+__all__ = ["LOCAL", "Option", "TrainingConfig", "num_cores", "options"]
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import ravnest
 
 ROOT = Path(ravnest.__file__).parent
+TREES = [Path(__file__).parents[2] / name for name in ("tests", "benchmarks", "testbed", "docs")]
 OUTSIDE = {
     "errors": set[str](),
     "core": {"msgspec"},
@@ -99,3 +101,41 @@ def test_nothing_unpickles_or_evaluates() -> None:
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in ("eval", "exec", "compile", "torch.load", "torch.export.load", "__import__"), path
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("ravnest.node.agent", ["torch"]), ("ravnest.worker.process", ["cryptography", "aiohttp", "sympy"])],
+)
+def test_processes_import_only_what_they_need(module: str, heavy: list[str]) -> None:
+    """An agent of 60 MB never loads torch; a worker of a local run loads no certificates."""
+    code = f"import sys, {module}; sys.exit(', '.join(name for name in {heavy} if name in sys.modules) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_class_names_are_unique() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: where for name, where in homes.items() if len(where) > 1}
+
+
+def test_exported_names_are_used_outside_their_module() -> None:
+    """A name in `__all__` that no other file imports is private, or dead."""
+    files = {path: path.read_text() for folder in (ROOT, *TREES) for path in folder.rglob("*.py")}
+    imported = {alias.name for text in files.values() for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
+    for path in modules():
+        for name in exported(ast.parse(files[path])):
+            assert name in imported or path.name == "__init__.py", f"{path}: {name} is imported nowhere"
+
+
+def exported(tree: ast.Module) -> list[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []

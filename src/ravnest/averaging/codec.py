@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ravnest.core.config import require
 
-__all__ = ["BLOCK", "CODECS", "Bytes", "Codec", "ScratchBuffers", "Floats", "find_codec", "is_finite"]
+__all__ = ["CODECS", "Bytes", "Codec", "ScratchBuffers", "Floats", "find_codec", "is_finite"]
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -27,7 +27,7 @@ from ravnest.errors import LinkTimeout
 from ravnest.protocol.averaging import Message
 from ravnest.transport.link import Link
 
-__all__ = ["FairQueue", "PeerLinkConfig", "PeerLink", "SendTurn"]
+__all__ = ["FairQueue", "PeerLinkConfig", "PeerLink"]
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from ravnest.core.config import require
 from ravnest.errors import BadContribution, FrameError, RingFailed
 from ravnest.protocol.averaging import AttemptAborted, AttemptReady, Chunk, ChunkTaken, Message
 
-__all__ = ["RoundAttempt", "AttemptKey", "Outgoing", "Post", "RingMembership", "AttemptReceiver", "AttemptRouter"]
+__all__ = ["RoundAttempt", "AttemptKey", "Outgoing", "RingMembership", "AttemptReceiver", "AttemptRouter"]
 
 
 class AttemptKey(NamedTuple):

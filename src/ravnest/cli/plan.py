@@ -19,7 +19,7 @@ from ravnest.core.config import require
 from ravnest.core.units import format_seconds, parse_seconds
 
 if TYPE_CHECKING:
-    from ravnest.cli.plan_report import PlanReport
+    from ravnest.cli.render_plan import PlanReport
     from ravnest.planner.fleet import FleetPlan, Task
     from ravnest.run.job import Job
     from ravnest.simulator.results import Simulation
@@ -60,11 +60,11 @@ def plan(
     require(trace is None or trace.parent.is_dir(), f"--trace {trace}: the directory does not exist")
     require(changes.get("max_staleness") != 0, "--max-staleness must be >= 1 for a plan, got 0")
     fleet = read_nodes(nodes)
-    from ravnest.cli.plan_report import make_report, simulation_report
+    from ravnest.cli.render_plan import make_report, simulation_report
     from ravnest.planner.upgrade import best_upgrade
     from ravnest.run.fleet_plan import fleet_question
-    from ravnest.run.job_file import load_job
-    from ravnest.simulator.timeline import timeline
+    from ravnest.run.job import load_job
+    from ravnest.simulator.results import timeline
 
     log = Console(stderr=True, highlight=False, soft_wrap=True).print
     question = fleet_question(_with_changes(load_job(job).job, changes), fleet, say=log)
@@ -117,8 +117,7 @@ def _make_plan(task: Task, seed: int) -> FleetPlan:
 
 def _simulate(task: Task, plan: FleetPlan, duration_s: float, *, seed: int, is_recorded: bool) -> Simulation:
     """Simulate with failures drawn from the nodes' reliability; record what a timeline has room for."""
-    from ravnest.simulator.faults import draw_faults
-    from ravnest.simulator.simulation import SimulationSettings, simulate
+    from ravnest.simulator.simulation import SimulationSettings, draw_faults, simulate
 
     events_per_s = sum(6 * len(c.members) / c.partition.interval_s for c in plan.clusters)
     return simulate(

@@ -16,7 +16,7 @@ from ravnest.run.job import Run
 from ravnest.run.metrics import Progress, ProgressView
 from ravnest.run.plan import PipelinePlan
 
-__all__ = ["PlainView", "LiveView", "plan_table", "show_on", "summary"]
+__all__ = ["show_on", "summary"]
 
 _REFRESH_S = 2.0
 

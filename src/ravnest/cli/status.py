@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ravnest.cli.target import CoordinatorTarget
     from ravnest.coordinator.status import ClusterStatus, NodeStatus, RunStatus
 
-__all__ = ["status", "status_page"]
+__all__ = ["status"]
 
 _REFRESH_S = 1.0
 _NUM_EVENTS = 12

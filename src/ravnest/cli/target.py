@@ -19,7 +19,7 @@ from ravnest.coordinator.certificates import REQUESTER, requester_identity
 from ravnest.coordinator.status import RunStatus
 from ravnest.errors import LinkError, RavnestError
 from ravnest.node.client import Client, LocalClient, member_context, pinned_context
-from ravnest.node.enrollment import fetch_authority
+from ravnest.node.membership import fetch_authority
 from ravnest.run.coordinator_thread import coordinators_directory
 from ravnest.transport.address import Address, parse_address
 from ravnest.transport.ticket import Ticket

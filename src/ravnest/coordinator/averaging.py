@@ -32,7 +32,7 @@ from ravnest.coordinator.policy.averaging import (
 from ravnest.coordinator.requester import RingShape
 from ravnest.coordinator.state import CoordinatorState
 from ravnest.errors import RavnestError
-from ravnest.planner.compression import LineLoad, choose_codec
+from ravnest.planner.rings import LineLoad, choose_codec
 from ravnest.protocol.commands import (
     AbortAveraging,
     AverageApplied,
@@ -48,7 +48,7 @@ from ravnest.protocol.commands import (
 )
 from ravnest.protocol.peer import Peer
 
-__all__ = ["AveragingReport", "AveragingService"]
+__all__ = ["AveragingService"]
 
 _MAX_FULLY_LINKED = 6  # members of a ring
 _CHUNK_S, _MIN_CHUNK, _MAX_CHUNK = 0.05, 2**13, 2**18

@@ -23,15 +23,7 @@ from ravnest.transport.address import plain_host, show
 from ravnest.transport.identity import Authority, Identity, fingerprint, make_authority, make_key, make_request
 from ravnest.transport.identity import save_identity as save
 
-__all__ = [
-    "REQUESTER",
-    "RESERVED",
-    "CertificateAuthority",
-    "address_of",
-    "is_local",
-    "name_of",
-    "requester_identity",
-]
+__all__ = ["REQUESTER", "CertificateAuthority", "address_of", "is_local", "name_of", "requester_identity"]
 
 REQUESTER = "requester"
 RESERVED = (COORDINATOR, REQUESTER)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ravnest.coordinator.blobs import Blobs
 from ravnest.coordinator.events import Event
 from ravnest.coordinator.policy.membership import MembershipPolicy
-from ravnest.coordinator.requester import Requester
+from ravnest.coordinator.requester import Blobs, Requester
 from ravnest.coordinator.state import CoordinatorState
 from ravnest.protocol.control import FromCoordinator
 from ravnest.transport.p2p.relay_server import RelayServer

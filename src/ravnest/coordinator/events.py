@@ -6,7 +6,7 @@ read once when the event is created. Clocks of nodes are never used.
 
 from __future__ import annotations
 
-from ravnest.core.record import Record
+from ravnest.core.config import Record
 from ravnest.protocol.control import NodeProfile, ReplicaInfo
 from ravnest.protocol.peer import PeerAddresses
 

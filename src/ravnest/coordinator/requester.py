@@ -2,10 +2,14 @@
 
 The coordinator knows nodes, clusters and leases, but no models, tensors or weight files; a `Requester` provides those.
 Methods marked "In a thread" may compute for long. All others are called in the coordinator's loop and must be quick.
+
+Files that nodes fetch by digest: stage files in memory, weights on disk, with reference counts.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 from ravnest.coordinator.events import ClusterSpec, IdleNode
 from ravnest.planner.fleet import Machine
 from ravnest.protocol.commands import Reports
-from ravnest.protocol.control import NodeProfile
-
-__all__ = ["Microbatch", "PlannedClusters", "Requester", "RingShape", "StageFiles"]
+from ravnest.protocol.control import Blob, NodeProfile
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+__all__ = ["Microbatch", "PlannedClusters", "Requester", "RingShape", "StageFiles", "Blobs"]
 
 
 @dataclass(frozen=True)
@@ -108,3 +112,34 @@ class Requester(Protocol):
 
     def weights_path(self, cluster: str, stage: int) -> Path:
         """File for the weights that a stage uploads."""
+
+
+class Blobs:
+    """A blob is kept until it has been dropped as often as it was put."""
+
+    def __init__(self) -> None:
+        self._contents: dict[str, bytes | Path] = {}
+        self._uses: Counter[str] = Counter()
+
+    def put(self, content: bytes | Path) -> Blob:
+        digest, num_bytes = _digest(content)
+        self._contents[digest] = content
+        self._uses[digest] += 1
+        return Blob(digest, num_bytes)
+
+    def drop(self, blob: Blob) -> None:
+        self._uses[blob.digest] -= 1
+        if self._uses[blob.digest] <= 0:
+            del self._uses[blob.digest]
+            self._contents.pop(blob.digest, None)
+
+    def get(self, digest: str) -> bytes | Path | None:
+        return self._contents.get(digest)
+
+
+def _digest(content: bytes | Path) -> tuple[str, int]:
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest(), len(content)
+    with content.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return digest.hexdigest(), file.tell()

@@ -34,11 +34,16 @@ from ravnest.coordinator.events import (
     RunStarted,
     TokenIssued,
 )
-from ravnest.coordinator.http.alpn_server import AlpnServer, AlpnServerConfig, server_context
+from ravnest.coordinator.http.alpn_server import (
+    AlpnServer,
+    AlpnServerConfig,
+    HttpProtocol,
+    members_only,
+    server_context,
+)
 from ravnest.coordinator.http.feed import FeedProtocol
-from ravnest.coordinator.http.protocols import HttpProtocol, members_only
+from ravnest.coordinator.http.limits import HttpTimeouts
 from ravnest.coordinator.http.server import make_app
-from ravnest.coordinator.http.timeouts import HttpTimeouts
 from ravnest.coordinator.journal import Journal, replay
 from ravnest.coordinator.policy.averaging import AveragingPolicy
 from ravnest.coordinator.policy.membership import MembershipPolicy, token_rejection

@@ -21,21 +21,7 @@ from ravnest.protocol.commands import AverageReady
 from ravnest.protocol.control import NodeProfile
 from ravnest.transport.p2p.relay_server import PairStats
 
-__all__ = [
-    "AveragingStatus",
-    "ClusterStatus",
-    "EventStatus",
-    "LeaseStatus",
-    "LinkStatus",
-    "NodeStatus",
-    "RejectionStatus",
-    "RelayStatus",
-    "ReplicaStatus",
-    "RunStatus",
-    "RuntimeStatus",
-    "StageStatus",
-    "status_of",
-]
+__all__ = ["ClusterStatus", "NodeStatus", "RunStatus", "RuntimeStatus", "status_of"]
 
 _MAX_EVENTS = 100
 

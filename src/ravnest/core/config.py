@@ -1,6 +1,8 @@
 """Decorator and field check for configurations: frozen, keyword-only dataclasses, defined next to their owner.
 
 A configuration checks its fields with `require` in `__post_init__`.
+
+Base classes of every message and file: frozen, unknown fields rejected, defaults omitted.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar, dataclass_transform
 
-__all__ = ["config", "require"]
+import msgspec
+
+__all__ = ["config", "require", "Record", "TaggedRecord"]
 
 T = TypeVar("T")
 
@@ -23,3 +27,11 @@ def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless `condition` holds; the message names the valid values."""
     if not condition:
         raise ValueError(message)
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A strict record."""
+
+
+class TaggedRecord(Record, frozen=True, tag=True):
+    """A strict record tagged with its class name, for unions."""

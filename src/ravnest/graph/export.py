@@ -244,7 +244,7 @@ def source_of(node: Node) -> str:
     if not frames:
         return "the model"
     path, line, function, code = frames[-1]
-    if path.endswith("ravnest/graph/loss_module.py"):
+    if path.endswith("ravnest/graph/tracer.py"):
         return "the loss function"
     return f"{path}:{line} in {function}: {code.strip()}"
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ravnest.core.record import Record
+from ravnest.core.config import Record
 
 __all__ = [
     "Arg",

@@ -11,7 +11,7 @@ from ravnest.core.units import format_bytes, format_rate
 from ravnest.protocol.commands import LinkReport, StageFailed, StageReady, StateSaved, StepReport
 from ravnest.protocol.control import Assignment, NodeProfile, StageReport
 
-__all__ = ["AgentConsole", "joined", "stage_of"]
+__all__ = ["AgentConsole", "joined"]
 
 _TRAINING_S = 10.0
 

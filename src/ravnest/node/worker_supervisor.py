@@ -18,17 +18,17 @@ from typing import cast
 
 import msgspec
 
-from ravnest.core.backoff import Backoff
+from ravnest.core.clock import Backoff
 from ravnest.errors import LinkError
 from ravnest.protocol.commands import StopStage
 from ravnest.protocol.control import AddressChanged, ReplicaStored, StageReport
 from ravnest.protocol.peer import PeerAddresses
 from ravnest.protocol.worker import EndpointOpened, FromAgent, FromWorker, StageReleased, StartWorker, WorkerUnable
 from ravnest.transport.link import LinkConfig
+from ravnest.transport.local import unix_link
 from ravnest.transport.pump import Pump, PumpConfig
-from ravnest.transport.unix import unix_link
 
-__all__ = ["WorkerProcess", "WorkerSupervisor"]
+__all__ = ["WorkerSupervisor"]
 
 _SEND_S = 5.0
 _END_S = 5.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["PendingStep", "GradientAccumulator"]
+__all__ = ["GradientAccumulator"]
 
 
 @dataclass

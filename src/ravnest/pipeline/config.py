@@ -18,7 +18,7 @@ from ravnest.pipeline.optimizers import Optimizer
 from ravnest.pipeline.staleness import Correction
 from ravnest.protocol.commands import EndAfter, SaveState, StopStage
 
-__all__ = ["StageRole", "TrainerConfig", "roles", "StageConfig", "Orders"]
+__all__ = ["StageRole", "TrainerConfig", "roles", "StageConfig"]
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,7 +25,7 @@ from ravnest.pipeline.tensor_codec import StageCodecs
 from ravnest.pipeline.trainer import FRESH, Trainer
 from ravnest.protocol.pipeline import Backward, Data, Evaluate, Forward, Lend, Norm, Return
 
-__all__ = ["Outlet", "Inbox", "Loop", "Observer", "LoopContext"]
+__all__ = ["Inbox", "Loop", "LoopContext"]
 
 
 class Outlet(Protocol):

@@ -19,8 +19,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ravnest.core.config import require
-from ravnest.core.record import Record
+from ravnest.core.config import Record, require
 from ravnest.errors import WeightsError
 from ravnest.graph import Stage
 

@@ -26,18 +26,7 @@ from ravnest.graph import Stage, StateSpec, write_weights
 from ravnest.graph.program import dtype_name
 from ravnest.graph.weights import WeightsFile, open_weights
 
-__all__ = [
-    "StageState",
-    "check_entry",
-    "join",
-    "kind_and_name",
-    "owned",
-    "FORMAT",
-    "read_state",
-    "select",
-    "updates_in",
-    "write_state",
-]
+__all__ = ["StageState", "join", "kind_and_name", "owned", "read_state", "select", "updates_in", "write_state"]
 
 _OPTIMIZER = "optimizer"
 _VERSION = "version-"

@@ -11,7 +11,7 @@ A machine exchanges messages with both of its neighbours over its one line, so t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -19,10 +19,10 @@ from math import inf
 from ravnest.core.config import config, require
 from ravnest.planner.chain import Chain
 from ravnest.planner.memory import MemoryModel
-from ravnest.planner.partition.solver import Partition
-from ravnest.planner.problem import LinkSpec, Node, Problem
+from ravnest.planner.partition.solver import Partition, partition
+from ravnest.planner.problem import LinkSpec, Node, PlanError, Problem
 
-__all__ = ["ClusterPlan", "Fleet", "FleetPlan", "IdleMachine", "Machine", "Task"]
+__all__ = ["ClusterPlan", "Fleet", "FleetPlan", "IdleMachine", "Machine", "Task", "plan_row", "try_row"]
 
 
 @config
@@ -180,3 +180,23 @@ class FleetPlan:
     left_out: tuple[IdleMachine, ...]
     samples_per_s: float
     reason: str
+
+
+_NO_TIME_S = 1e-12  # so that a chain that takes no time has a finite rate
+_MAX_CUT_POINTS = 96  # cuts to compare, as in `form_clusters`: more gain next to nothing
+
+
+def plan_row(task: Task, members: Sequence[str], cuts: Sequence[int] | None = None) -> ClusterPlan:
+    """The plan of these machines, first stage first. Raises `PlanError` if the model does not fit with such cuts."""
+    if cuts is not None:
+        task = replace(task, chain=replace(task.chain, cuts=tuple(cuts)))
+    found = partition(task.problem([task.fleet[name] for name in members], max_cut_points=_MAX_CUT_POINTS))
+    return ClusterPlan(tuple(members), found, task.microbatch / max(found.interval_s, _NO_TIME_S), found.reason)
+
+
+def try_row(task: Task, members: Sequence[str], cuts: Sequence[int] | None = None) -> ClusterPlan | None:
+    """As `plan_row`; None instead of an error."""
+    try:
+        return plan_row(task, members, cuts)
+    except PlanError:
+        return None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ravnest.planner.fleet import ClusterPlan, Machine, Task
     from ravnest.planner.partition.solver import Partition
     from ravnest.planner.problem import Problem
-    from ravnest.planner.repair import StateTransfers
+    from ravnest.planner.replan import StateTransfers
     from ravnest.planner.rings import Ring
 
 __all__ = [

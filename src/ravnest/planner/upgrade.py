@@ -15,8 +15,7 @@ from math import inf
 
 from ravnest.core.units import format_bytes, format_rate, format_seconds
 from ravnest.planner.clusters.estimate import RateEstimator, Row
-from ravnest.planner.fleet import ClusterPlan, FleetPlan, Machine, Task
-from ravnest.planner.partition.row import plan_row
+from ravnest.planner.fleet import ClusterPlan, FleetPlan, Machine, Task, plan_row
 
 __all__ = ["Upgrade", "best_upgrade"]
 

@@ -28,14 +28,12 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from ravnest.core.backoff import Backoff
+from ravnest.core.clock import Backoff
 from ravnest.core.config import require
 from ravnest.errors import LinkError, RequestRejected
 from ravnest.transport.address import Address, show
 
 __all__ = [
-    "BUSY",
-    "HttpClient",
     "Line",
     "LineEndpoint",
     "measure_download",

@@ -14,8 +14,7 @@ from ravnest.core.units import format_bytes
 from ravnest.errors import RavnestError
 from ravnest.profiling.bandwidth import Line, measure_line
 from ravnest.profiling.host import HostMemory, device_memory
-from ravnest.profiling.speed import measure_speed, usable_cores
-from ravnest.profiling.workload import Workload
+from ravnest.profiling.speed import Workload, measure_speed, usable_cores
 
 __all__ = ["MIN_MEMORY_BYTES", "MachineLimits", "MachineProfile", "measure_machine"]
 

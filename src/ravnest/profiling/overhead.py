@@ -26,7 +26,7 @@ from ravnest.pipeline.versions import Versions
 from ravnest.planner import Chain
 from ravnest.protocol.pipeline import Data, Norm
 from ravnest.transport.link import Link, LinkConfig
-from ravnest.transport.unix import unix_pair
+from ravnest.transport.local import unix_pair
 
 __all__ = ["StageOverhead", "measure_upkeep", "with_upkeep"]
 

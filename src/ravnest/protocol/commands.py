@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from ravnest.core.config import TaggedRecord
 from ravnest.core.metrics import StageMetrics
-from ravnest.core.record import TaggedRecord
 from ravnest.protocol.peer import Peer
 
 __all__ = [

@@ -8,9 +8,8 @@ assignment of one generation and are dropped for any other.
 
 from __future__ import annotations
 
-from ravnest.core.config import require
+from ravnest.core.config import Record, TaggedRecord, require
 from ravnest.core.ids import check_id
-from ravnest.core.record import Record, TaggedRecord
 from ravnest.protocol.commands import Order, Reports
 from ravnest.protocol.peer import Peer, PeerAddresses
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ravnest.core.config import require
+from ravnest.core.config import Record, require
 from ravnest.core.ids import check_id
-from ravnest.core.record import Record
 
 __all__ = ["Peer", "PeerAddresses"]
 

@@ -6,7 +6,7 @@ Microbatches are numbered from 0; step s is the microbatches s * accumulate to (
 
 from __future__ import annotations
 
-from ravnest.core.record import TaggedRecord
+from ravnest.core.config import TaggedRecord
 
 __all__ = ["feed_purpose", "Backward", "Data", "Evaluate", "Forward", "Lend", "Norm", "Return"]
 

@@ -17,7 +17,7 @@ A worker holds one stage at a time.
 
 from __future__ import annotations
 
-from ravnest.core.record import TaggedRecord
+from ravnest.core.config import TaggedRecord
 from ravnest.protocol.commands import StopStage
 from ravnest.protocol.control import (
     AddressChanged,

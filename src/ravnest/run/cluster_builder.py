@@ -26,8 +26,7 @@ from ravnest.planner import Chain
 from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, Machine, Task
 from ravnest.planner.rings import find_segments, order_ring
 from ravnest.protocol.control import NodeProfile
-from ravnest.run.checkpoint.format import Checkpoint
-from ravnest.run.checkpoint.weights import write_first_weights
+from ravnest.run.checkpoint.format import Checkpoint, write_first_weights
 from ravnest.run.fleet_plan import TimedJob
 from ravnest.run.plan import PipelinePlan, StagePlan
 

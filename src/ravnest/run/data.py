@@ -18,7 +18,7 @@ from ravnest.coordinator.requester import Microbatch
 from ravnest.graph import Program
 from ravnest.pipeline.tensor_codec import TensorCodec, as_bytes
 
-__all__ = ["BatchQueue", "Batches", "limited", "split_microbatches"]
+__all__ = ["BatchQueue", "Batches", "limited"]
 
 
 class Batches:

@@ -5,14 +5,19 @@ loss where there is one, else by its latest training losses.
 
 This thread iterates the user's data and shows progress; the coordinator's loop has a thread of its own
 (`CoordinatorThread`). What happens there arrives here as notes in a queue (`RunMonitor`).
+
+Ctrl-C as a question: the first only asks to stop, the next one has its usual effect.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from ravnest import __version__
@@ -25,13 +30,12 @@ from ravnest.coordinator.service import CoordinatorConfig, CoordinatorServer
 from ravnest.coordinator.status import RuntimeStatus
 from ravnest.core.metrics import StageMetrics
 from ravnest.errors import NotFinite, RavnestError, WorkerLost
-from ravnest.run.checkpoint.weights import gather
+from ravnest.run.checkpoint.format import gather
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.cluster_progress import ClusterProgress, RunMonitor
 from ravnest.run.coordinator_thread import CoordinatorThread
 from ravnest.run.data import Batches, BatchQueue
 from ravnest.run.fleet import fleet_builder, fleet_coordinator
-from ravnest.run.interrupt import Interrupt
 from ravnest.run.local import LocalNodes, local_builder, local_coordinator, local_nodes
 from ravnest.run.metrics import MetricsFile, Progress, ProgressView
 from ravnest.run.plan import PipelinePlan
@@ -40,6 +44,31 @@ from ravnest.run.result import Run
 from ravnest.run.traced_job import TracedJob
 
 __all__ = ["train"]
+
+
+class Interrupt:
+    """A context; `asked` is set by the first Ctrl-C inside it. Elsewhere than in the main thread it never is."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.getsignal(signal.SIGINT)
+            signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, self._before)
+
 
 _TIMEOUT_S = 600.0
 _AVERAGE_S = 180.0

@@ -9,7 +9,7 @@ from ravnest.coordinator.policy.membership import MembershipPolicy
 from ravnest.coordinator.policy.replication import ReplicationPolicy
 from ravnest.coordinator.service import CoordinatorConfig
 from ravnest.core.units import parse_seconds
-from ravnest.profiling.workload import Workload
+from ravnest.profiling.speed import Workload
 from ravnest.run.cluster_builder import FleetClusterBuilder
 from ravnest.run.coordinator_thread import coordinators_directory
 from ravnest.run.fleet_plan import time_job

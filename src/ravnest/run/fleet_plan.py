@@ -22,10 +22,10 @@ from ravnest.pipeline.optimizers import Optimizer
 from ravnest.planner import Chain, MemoryModel
 from ravnest.planner.fleet import Fleet, Task
 from ravnest.planner.node_file import NodeFile
-from ravnest.profiling.workload import Workload
+from ravnest.profiling.speed import Workload
 from ravnest.run.plan import chain_of, memory_model
 
-__all__ = ["FleetQuestion", "TimedJob", "compressed", "fleet_question", "sent_bytes", "time_job"]
+__all__ = ["TimedJob", "compressed", "fleet_question", "sent_bytes", "time_job"]
 
 if TYPE_CHECKING:
     from ravnest.config import TrainingConfig

@@ -3,10 +3,17 @@
 job = ravnest.Job(model=lambda: GPT(config), loss=loss_fn, optimizer=ravnest.AdamW(3e-4), data=loader)
 run = job.train(steps=1000, on="local:4")
 run.state_dict()
+
+Directories of runs.
+
+A job file is an ordinary Python file that defines `job`. It runs on the requester's machine and nowhere else.
 """
 
 from __future__ import annotations
 
+import runpy
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,18 +28,43 @@ from ravnest.errors import WeightsError
 from ravnest.graph import Program, trace
 from ravnest.graph.batch import batch_size_of, flatten, split_batch
 from ravnest.pipeline.optimizers import AdamW, Optimizer
-from ravnest.profiling.workload import Workload
+from ravnest.profiling.speed import Workload
 from ravnest.run.checkpoint.format import Checkpoint
-from ravnest.run.checkpoint.remote import bring, is_url
 from ravnest.run.checkpoint.resume import check_same, open_checkpoint
+from ravnest.run.checkpoint.writer import bring, is_url
 from ravnest.run.data import Batches, limited
 from ravnest.run.driver import train
-from ravnest.run.folder import new_folder, resumed_folder
 from ravnest.run.metrics import ProgressView
 from ravnest.run.result import Run
 from ravnest.run.traced_job import TracedJob
 
-__all__ = ["Job", "Run"]
+__all__ = ["Job", "Run", "JobFile", "load_job"]
+
+
+def new_folder(folder: Path | str | None, name: str) -> Path:
+    """Return the directory of a new run: the given one, or a new one under `runs/`."""
+    if folder is not None:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        if (path / "model.safetensors").exists():
+            raise ValueError(f"{path} holds a finished run: choose another directory or remove it")
+        return path.resolve()
+    base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1000):
+        path = base if not attempt else base.with_name(f"{base.name}-{attempt}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path.resolve()
+    raise ValueError(f"{base} and {base.name}-1 to {base.name}-999 exist: choose another directory")
+
+
+def resumed_folder(folder: Path | str | None, start: Checkpoint) -> Path:
+    """Return the directory of a run that is resumed: its own, or another that was given."""
+    if folder is None or Path(folder).resolve() == start.run:
+        return start.run
+    return new_folder(folder, "")
 
 
 @dataclass
@@ -136,3 +168,26 @@ class Job:
             return None
         held_out = self.validation
         return lambda: list(islice(held_out, config.validation_batches))
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """The job, and what to print when it is done: `after(run)`, if the file defines it."""
+
+    job: Job
+    after: Callable[[Any], str] | None
+
+
+def load_job(path: Path) -> JobFile:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        names = runpy.run_path(str(path), run_name="ravnest_job")
+    except SyntaxError as error:
+        raise ValueError(f"{path} is not valid Python: {error}") from error
+    job = names.get("job")
+    if not isinstance(job, Job):
+        found = "it defines no 'job'" if job is None else f"its 'job' is a {type(job).__name__}"
+        raise ValueError(f"{path}: {found}. Write: job = ravnest.Job(model=..., loss=..., data=...)")
+    return JobFile(job, names.get("after"))

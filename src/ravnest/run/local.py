@@ -31,11 +31,10 @@ from ravnest.protocol.control import NodeProfile, StageReport
 from ravnest.run.checkpoint.resume import plan_as_before
 from ravnest.run.cluster_builder import ClusterBuilder, cluster_names
 from ravnest.run.metrics import ProgressView
-from ravnest.run.plan import LocalPlanOptions, LocalTimings, PipelinePlan, node_names, plan_local, time_local
-from ravnest.run.throughput import Cores
+from ravnest.run.plan import Cores, LocalPlanOptions, LocalTimings, PipelinePlan, node_names, plan_local, time_local
 from ravnest.run.traced_job import TracedJob
 
-__all__ = ["LocalClusterBuilder", "LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
+__all__ = ["LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
 
 _UNLIMITED_BYTES = 1 << 46
 _GFLOPS = 1.0  # nominal: nodes of one machine are compared by `speeds` alone

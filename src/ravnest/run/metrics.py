@@ -24,7 +24,7 @@ from ravnest.core.metrics import StageMetrics
 from ravnest.errors import FrameError
 from ravnest.run.plan import PipelinePlan
 
-__all__ = ["Progress", "ProgressView", "MetricsFile", "LossTracker", "Values"]
+__all__ = ["Progress", "ProgressView", "MetricsFile", "LossTracker"]
 
 
 @dataclass

@@ -9,9 +9,8 @@ from ravnest.config import TrainingConfig
 from ravnest.graph import Program
 from ravnest.pipeline.config import TrainerConfig
 from ravnest.pipeline.optimizers import Optimizer
-from ravnest.run.checkpoint.format import Checkpoint
+from ravnest.run.checkpoint.format import Checkpoint, unused_tensors
 from ravnest.run.checkpoint.resume import describe
-from ravnest.run.checkpoint.weights import unused_tensors
 from ravnest.run.checkpoint.writer import CheckpointConfig, RunCheckpoints
 
 __all__ = ["TracedJob"]

@@ -4,9 +4,7 @@ simulate(task, plan, duration_s=600)                    predicted samples/s, bub
 timeline(simulation)                                    the recorded time for ui.perfetto.dev
 """
 
-from ravnest.simulator.faults import Fault, FaultTrace, draw_faults
-from ravnest.simulator.results import Simulation
-from ravnest.simulator.simulation import SimulationSettings, simulate
-from ravnest.simulator.timeline import timeline
+from ravnest.simulator.results import Simulation, timeline
+from ravnest.simulator.simulation import Fault, FaultTrace, SimulationSettings, draw_faults, simulate
 
 __all__ = ["Fault", "FaultTrace", "Simulation", "SimulationSettings", "draw_faults", "simulate", "timeline"]

@@ -22,17 +22,16 @@ from typing import NamedTuple
 from ravnest.planner.clusters.search import form_clusters
 from ravnest.planner.fleet import ClusterPlan, FleetPlan, Machine, Task
 from ravnest.planner.problem import PlanError
-from ravnest.planner.repair import state_transfers
-from ravnest.planner.replan import replan
+from ravnest.planner.replan import replan, state_transfers
 
-__all__ = ["ConsiderReplan", "CreatePlan", "Membership", "Planner", "most_shared"]
+__all__ = ["SimulatedReplan", "SimulatedPlan", "SimulatedMembership", "Planner", "most_shared"]
 
 _MAX_FAILED = 8  # clusters that a plan may repair, as in the coordinator
 _MAX_CHANGED = 4  # clusters that are planned again together, as in the coordinator
 _MAX_SOURCES = 16  # clusters from which the state of a stage may come
 
 
-class CreatePlan(NamedTuple):
+class SimulatedPlan(NamedTuple):
     """Plan the free machines at `time_s`; of the failed clusters, if there are any, as far as possible the same."""
 
     time_s: float
@@ -40,7 +39,7 @@ class CreatePlan(NamedTuple):
     failed: tuple[ClusterPlan, ...]
 
 
-class ConsiderReplan(NamedTuple):
+class SimulatedReplan(NamedTuple):
     """At `time_s`, compare the plan with one of these running clusters and the free machines together."""
 
     time_s: float
@@ -48,7 +47,7 @@ class ConsiderReplan(NamedTuple):
     running: tuple[ClusterPlan, ...]
 
 
-class Membership:
+class SimulatedMembership:
     """Tracks which machines are present and which of them are free, and decides what to plan next."""
 
     def __init__(self, task: Task, plan: FleetPlan, *, wait_s: float, max_wait: float, rest_s: float) -> None:
@@ -89,7 +88,7 @@ class Membership:
         for oldest in list(self._failed)[:-_MAX_FAILED]:
             del self._failed[oldest]
 
-    def apply_plan(self, decision: CreatePlan, clusters: Sequence[ClusterPlan], now_s: float) -> None:
+    def apply_plan(self, decision: SimulatedPlan, clusters: Sequence[ClusterPlan], now_s: float) -> None:
         """These clusters were formed of the free machines; each takes the place of the failed one it shares most with.
 
         No clusters: no plan was possible.
@@ -107,25 +106,25 @@ class Membership:
                 failed: at_s for failed, at_s in self._failed.items() if unused.intersection(failed.members)
             }
 
-    def apply_comparison(self, decision: ConsiderReplan, now_s: float) -> None:
+    def apply_comparison(self, decision: SimulatedReplan, now_s: float) -> None:
         self._considered, self._considered_s, self._has_new_speeds = set(decision.free), now_s, False
 
-    def next_decision(self, *, is_starting: bool) -> CreatePlan | ConsiderReplan | None:
+    def next_decision(self, *, is_starting: bool) -> SimulatedPlan | SimulatedReplan | None:
         """What to plan next, and when. `is_starting`: a cluster has a plan and does not train yet."""
         free = self.free
         fresh = set(free) - self._unplaceable
         if fresh and len(free) >= self._task.min_stages:
             failed = tuple(self._failed)
             if any(fresh.intersection(cluster.members) for cluster in failed):
-                return CreatePlan(-inf, free, failed)
+                return SimulatedPlan(-inf, free, failed)
             enough_s = max(sorted(map(self._since_s, free))[self._task.min_stages - 1], min(map(self._since_s, fresh)))
             quiet_s = max(self._last_join_s(free) + self._wait_s, enough_s)
-            return CreatePlan(min(quiet_s, enough_s + self._max_wait_s), free, failed)
+            return SimulatedPlan(min(quiet_s, enough_s + self._max_wait_s), free, failed)
         if is_starting or not self.running or not self._may_improve(free):
             return None
         changed_s = max((self._considered_s, *self._failed.values()))
         time_s = max(changed_s + self._rest_s, self._last_join_s(free) + self._wait_s)
-        return ConsiderReplan(time_s, free, tuple(self.running[-_MAX_CHANGED:]))
+        return SimulatedReplan(time_s, free, tuple(self.running[-_MAX_CHANGED:]))
 
     def _may_improve(self, free: Collection[str]) -> bool:
         """Whether something changed since plans were last compared: speeds, free machines, or too few spares."""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ravnest.core.schedule import Action, Kind, PipelineSchedule
 
-__all__ = ["ActionSpan", "Hop", "Mark", "MessageSpan", "PipelineSimulation", "Route"]
+__all__ = ["ActionSpan", "Hop", "MessageSpan", "PipelineSimulation", "Route"]
 
 _INPUT, _GRADIENT = object(), object()
 _NEVER = -inf

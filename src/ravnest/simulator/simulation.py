@@ -4,30 +4,99 @@
     simulation.samples_per_s, simulation.bubble, simulation.totals.lost, simulation.events
 
 Clusters are independent until something happens to their machines, so each is run by itself from one such event to the
-next. A member that leaves stops its cluster at once. When that is detected, `Membership` decides what is planned, and
-new clusters start when the state of their stages has arrived. Other clusters never stop. The same seed gives the same
-simulation.
+next. A member that leaves stops its cluster at once. When that is detected, `SimulatedMembership` decides what is
+planned, and new clusters start when the state of their stages has arrived. Other clusters never stop. The same seed
+gives the same simulation.
+
+Fault traces: machines leave, come back and slow down at given times, or at times drawn from a seed.
+
+`Machine.reliability` r is the chance that a machine is still present in an hour. With exponentially distributed
+uptimes, the mean uptime is
+
+    3600 s / -ln(r)
+
+and after it the machine is away for a time drawn from an exponential distribution with a mean of `repair_s`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import count
-from math import inf
-from typing import NamedTuple, TypeAlias
+from itertools import count, pairwise
+from math import inf, log
+from typing import Literal, NamedTuple, TypeAlias
 
 from ravnest.core.config import config, require
-from ravnest.planner.fleet import ClusterPlan, FleetPlan, Task
+from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, Machine, Task
 from ravnest.planner.problem import PlanError
-from ravnest.simulator.cluster import ClusterSimulation, SimulationWorld
-from ravnest.simulator.faults import Fault, FaultTrace
-from ravnest.simulator.membership import ConsiderReplan, CreatePlan, Membership, Planner, most_shared
-from ravnest.simulator.network import NetworkModel, StepSeconds
+from ravnest.simulator.cluster import ClusterSimulation, NetworkModel, SimulationWorld, StepSeconds
+from ravnest.simulator.membership import Planner, SimulatedMembership, SimulatedPlan, SimulatedReplan, most_shared
 from ravnest.simulator.results import SimulatedEvent, Simulation
 
-__all__ = ["FleetSimulation", "SimulationSettings", "simulate"]
+__all__ = ["SimulationSettings", "simulate", "Fault", "FaultTrace", "draw_faults"]
+
+_HOUR_S = 3600.0
+
+
+@config
+class Fault:
+    """At `time_s` a machine leaves, joins, or takes `factor` times as long as planned (1: as planned)."""
+
+    time_s: float
+    kind: Literal["leave", "join", "slow"]
+    machine: str
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.time_s < inf, f"time_s must be >= 0, got {self.time_s}")
+        require(self.kind in ("leave", "join", "slow"), f"kind must be leave, join or slow, got {self.kind!r}")
+        require(bool(self.machine), "machine must not be empty")
+        require(0 < self.factor < inf, f"factor must be > 0, got {self.factor}")
+        require(self.kind == "slow" or self.factor == 1, f"only kind slow has a factor, got {self.kind}")
+
+
+@config
+class FaultTrace:
+    """Faults in order of time."""
+
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(all(a.time_s <= b.time_s for a, b in pairwise(self.faults)), "faults must be in order of time")
+
+    def __iter__(self) -> Iterator[Fault]:
+        return iter(self.faults)
+
+    def __len__(self) -> int:
+        return len(self.faults)
+
+
+def draw_faults(fleet: Fleet, duration_s: float, *, seed: int = 0, repair_s: float = 900.0) -> FaultTrace:
+    """Draw when each machine leaves and comes back, by its reliability.
+
+    The times of a machine depend only on the seed and its name, not on the other machines.
+    """
+    require(0 <= duration_s < inf, f"duration_s must be >= 0, got {duration_s}")
+    require(repair_s > 0, f"repair_s must be > 0, got {repair_s}")
+    drawn = [fault for machine in fleet.machines for fault in _faults_of(machine, duration_s, seed, repair_s)]
+    return FaultTrace(faults=tuple(sorted(drawn, key=lambda fault: (fault.time_s, fault.machine))))
+
+
+def _faults_of(machine: Machine, duration_s: float, seed: int, repair_s: float) -> Iterator[Fault]:
+    if machine.reliability == 1:
+        return
+    rng = random.Random(f"{seed}/{machine.name}")
+    leaves_per_s = -log(machine.reliability) / _HOUR_S
+    time_s = rng.expovariate(leaves_per_s)
+    while time_s < duration_s:
+        yield Fault(time_s=time_s, kind="leave", machine=machine.name)
+        time_s += rng.expovariate(1 / repair_s)
+        if time_s < duration_s:
+            yield Fault(time_s=time_s, kind="join", machine=machine.name)
+        time_s += rng.expovariate(leaves_per_s)
+
 
 _NUM_BUCKETS = 60  # of the simulated time, for bytes over links
 _RETIRE_S = 30.0  # that a cluster may take to train what it was fed before it ends, as in the coordinator
@@ -99,7 +168,7 @@ class FleetSimulation:
         self._world, self._task, self._microbatches = world, task, microbatches
         self._detection_s = settings.detection_s
         self._machines = {machine.name: machine for machine in task.fleet.machines}  # with their present speeds
-        self._membership = Membership(
+        self._membership = SimulatedMembership(
             task, plan, wait_s=settings.wait_s, max_wait=settings.max_wait, rest_s=settings.rest_s
         )
         require(self._membership.present <= self._machines.keys(), "the plan has machines that are not in the fleet")
@@ -217,12 +286,12 @@ class FleetSimulation:
                     self._next_tick_s = decision.time_s
                     self._push(decision.time_s, _Tick())
                 return
-            if isinstance(decision, CreatePlan):
+            if isinstance(decision, SimulatedPlan):
                 self._create_plan(now_s, decision)
             else:
                 self._consider_replan(now_s, decision)
 
-    def _create_plan(self, now_s: float, decision: CreatePlan) -> None:
+    def _create_plan(self, now_s: float, decision: SimulatedPlan) -> None:
         membership = self._membership
         try:
             plan = self._planner.plan(decision.free, decision.failed)
@@ -243,7 +312,7 @@ class FleetSimulation:
         longest_s = max(move_s, default=0.0)
         self._note(now_s, plan.reason + (f"; state arrives after {longest_s:.1f} s" if longest_s else ""))
 
-    def _consider_replan(self, now_s: float, decision: ConsiderReplan) -> None:
+    def _consider_replan(self, now_s: float, decision: SimulatedReplan) -> None:
         """Retire the clusters that a better plan does without."""
         self._membership.apply_comparison(decision, now_s)
         members = [name for cluster in decision.running for name in cluster.members]

@@ -9,6 +9,8 @@ connection is for. The other end answers with the same introduction as soon as i
 
     controlling  hello (name, introduction) ->
                  <- introduction                controlled
+
+Links between processes of one host, over connected socket pairs, without encryption.
 """
 
 from __future__ import annotations
@@ -22,8 +24,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ravnest.core.backoff import Backoff
-from ravnest.core.clock import Deadline
+from ravnest.core.clock import Backoff, Deadline
 from ravnest.core.ids import check_id
 from ravnest.errors import HandshakeError, LinkClosed, LinkError, LinkTimeout
 from ravnest.transport.introduction import (
@@ -35,8 +36,8 @@ from ravnest.transport.introduction import (
     is_controlling,
 )
 from ravnest.transport.link import LinkConfig
+from ravnest.transport.socket import SocketChannel
 from ravnest.transport.stream import StreamLink
-from ravnest.transport.unix import unix_link
 
 __all__ = [
     "HELLO_BYTES",
@@ -48,7 +49,26 @@ __all__ = [
     "feed_socket",
     "listen_local",
     "socket_path",
+    "unix_link",
+    "unix_pair",
 ]
+
+_BUFFER_BYTES = 2**20  # the least CPU per byte; the usual default of 200 kB costs half as much again
+
+
+def unix_pair(config: LinkConfig, *, names: tuple[str, str] = ("left", "right")) -> tuple[StreamLink, StreamLink]:
+    """Create both ends of a link, for a process and its child or for two threads."""
+    left, right = socket.socketpair()
+    return unix_link(left, config, peer=names[1]), unix_link(right, config, peer=names[0])
+
+
+def unix_link(sock: socket.socket, config: LinkConfig, *, peer: str) -> StreamLink:
+    """Create a link over a connected socket, which the link then owns."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        with contextlib.suppress(OSError):  # over the system's limit: slower, not wrong
+            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    return StreamLink(SocketChannel(sock), config, peer=peer)
+
 
 _NAME_BYTES = 64
 HELLO_BYTES = _NAME_BYTES + INTRODUCTION_BYTES

@@ -19,7 +19,7 @@ from ravnest.core.rate_limit import RateLimiter
 from ravnest.errors import LinkClosed, LinkTimeout
 from ravnest.transport.link import Link, Place
 
-__all__ = ["OnError", "OnMessage", "Pump", "PumpConfig", "Receiver", "Sender"]
+__all__ = ["OnError", "Pump", "PumpConfig"]
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -32,7 +32,7 @@ from ravnest.transport.frame import (
 )
 from ravnest.transport.link import Flow, LinkConfig, LinkStats, Place
 
-__all__ = ["RefCount", "Channel", "StreamLink"]
+__all__ = ["RefCount", "StreamLink"]
 
 
 if TYPE_CHECKING:

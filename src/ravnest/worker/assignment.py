@@ -42,9 +42,8 @@ from ravnest.protocol.pipeline import Data, feed_purpose
 from ravnest.protocol.worker import AssignStage
 from ravnest.transport.link import Link, LinkConfig
 from ravnest.worker.averaging import StageAveraging
-from ravnest.worker.local_peers import RING
 from ravnest.worker.replication import ReplicaExchange
-from ravnest.worker.resources import WorkerResources
+from ravnest.worker.resources import RING, WorkerResources
 from ravnest.worker.stage_runner import SendReport, StageRunner, failure_of
 
 __all__ = ["AssignmentRun"]

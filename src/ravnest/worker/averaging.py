@@ -47,7 +47,7 @@ from ravnest.protocol.peer import Peer
 from ravnest.transport.link import Link
 from ravnest.worker.stage_runner import SendReport
 
-__all__ = ["Floats", "flatten", "unflatten", "StageAveraging", "RingCommand"]
+__all__ = ["Floats", "flatten", "unflatten", "StageAveraging"]
 
 Floats = NDArray[np.float32]
 

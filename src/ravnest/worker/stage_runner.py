@@ -1,6 +1,8 @@
 """Run one stage between its two links, and report its progress.
 
 The stage and its links are given: this module does not depend on where they come from.
+
+Links of a stage to its neighbours, as the training loop uses them: queues to send, one inbox to receive.
 """
 
 from __future__ import annotations
@@ -8,26 +10,29 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import psutil
+import torch
 from torch import Tensor
 
 from ravnest.core.clock import Deadline
 from ravnest.core.metrics import StageMetrics
 from ravnest.core.rate_limit import RateLimiter
 from ravnest.core.schedule import PipelineSchedule
-from ravnest.errors import LinkClosed, LinkError, RavnestError
-from ravnest.graph import Stage, StageLimits, initialise, read_weights, write_weights
+from ravnest.errors import FrameError, LinkClosed, LinkError, RavnestError
+from ravnest.graph import Stage, StageLimits, StateSpec, initialise, read_weights, write_weights
 from ravnest.graph.dry_run import dry_run_batch
+from ravnest.graph.program import DTYPES
 from ravnest.pipeline.accumulation import GradientAccumulator
 from ravnest.pipeline.config import StageConfig
 from ravnest.pipeline.loop import Inbox, Loop, LoopContext
 from ravnest.pipeline.state import StageState, owned, read_state, write_state
-from ravnest.pipeline.tensor_codec import StageCodecs, TensorCodec
+from ravnest.pipeline.tensor_codec import StageCodecs, TensorCodec, as_bytes
 from ravnest.pipeline.trainer import Trainer, squared_norm
 from ravnest.protocol.commands import (
     EndAfter,
@@ -42,12 +47,119 @@ from ravnest.protocol.commands import (
     StepReport,
     StopStage,
 )
-from ravnest.protocol.pipeline import Backward, Forward
+from ravnest.protocol.pipeline import Backward, Data, Evaluate, Forward, Lend, Norm, Return
 from ravnest.transport.link import Link
-from ravnest.transport.pump import OnError
-from ravnest.worker.stage_links import FeedLink, NullLink, StageLink
+from ravnest.transport.pump import OnError, Pump, PumpConfig
 
-__all__ = ["SendReport", "StageRunner", "failure_of"]
+__all__ = ["SendReport", "StageRunner", "failure_of", "StageLink"]
+
+
+class StageLink:
+    """A link to one neighbour, with a thread to send and one to receive into tensors of `TensorCodec`."""
+
+    def __init__(
+        self,
+        link: Link,
+        inbox: Inbox,
+        codecs: dict[type, TensorCodec],
+        tied: Sequence[StateSpec],
+        on_error: Callable[[Exception], None],
+        timeout_s: float,
+        rate_limiter: RateLimiter | None = None,
+    ) -> None:
+        self._inbox, self._codecs, self._timeout_s = inbox, codecs, timeout_s
+        self._tied = {s.target: s for s in tied}
+        self._tensors: list[Tensor] = []
+        self._link = link
+        config = PumpConfig(capacity=16, frame_s=timeout_s, rate_limiter=rate_limiter)
+        self._pump = Pump(link, self._place, self._received, on_error, config)
+
+    def start(self) -> None:
+        self._pump.start()
+
+    def put(self, header: Data, tensors: Sequence[Tensor]) -> None:
+        """Queue a message; blocks while the queue is full."""
+        self._pump.put(header, [as_bytes(t) for t in tensors], deadline_s=self._timeout_s)
+
+    def close(self, flush_s: float) -> None:
+        self._pump.close(flush_s=flush_s)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the queue is empty; false on timeout."""
+        return self._pump.drain(deadline_s=timeout_s)
+
+    @property
+    def depth(self) -> int:
+        return self._pump.depth
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._link.stats.sent.num_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self._link.stats.received.num_bytes
+
+    def _place(self, header: msgspec.Struct, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+        self._tensors = self._allocate(header, lengths)
+        return [as_bytes(t) for t in self._tensors]
+
+    def _allocate(self, header: Any, lengths: tuple[int, ...]) -> list[Tensor]:
+        """Allocate tensors for a message, if this neighbour may send one of its kind and size."""
+        match header:
+            case Forward() | Evaluate() if Forward in self._codecs:
+                return self._codecs[Forward].allocate(header.batch, lengths)
+            case Backward() if Backward in self._codecs:
+                return self._codecs[Backward].allocate(header.batch, lengths)
+            case Lend(names=names) | Return(names=names):
+                return self._allocate_tied(names, lengths)
+            case Norm() if not lengths:
+                return []
+        raise FrameError(f"unexpected {type(header).__name__} with {len(lengths)} buffers from this neighbour")
+
+    def _allocate_tied(self, names: tuple[str, ...], lengths: tuple[int, ...]) -> list[Tensor]:
+        known = [self._tied[name] for name in names if name in self._tied]
+        expected = [prod(s.shape) * DTYPES[s.dtype].itemsize for s in known]
+        if len(known) != len(names) or expected != list(lengths):
+            raise FrameError(
+                f"tied parameters {names!r:.100} of {lengths!r:.100} bytes, expected {expected!r:.100} bytes"
+            )
+        return [torch.empty(s.shape, dtype=DTYPES[s.dtype]) for s in known]
+
+    def _received(self, header: msgspec.Struct, views: Sequence[memoryview]) -> None:
+        tensors, self._tensors = self._tensors, []
+        self._inbox.put(header, tensors)  # type: ignore[arg-type]
+
+
+class FeedLink(StageLink):
+    """A link from the coordinator to the first stage.
+
+    The coordinator may be gone while there are microbatches left to train. Their acknowledgements are then dropped; the
+    replica that the stage leaves records what was trained.
+    """
+
+    def put(self, header: Data, tensors: Sequence[Tensor]) -> None:
+        with contextlib.suppress(LinkClosed):
+            super().put(header, tensors)
+
+
+class NullLink:
+    """Stands for the missing neighbour after the last stage."""
+
+    depth = sent_bytes = received_bytes = 0
+
+    def start(self) -> None:
+        pass
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def put(self, header: Data, tensors: Sequence[Tensor]) -> None:
+        raise AssertionError(f"the last stage cannot send a {type(header).__name__} onwards")
+
+    def close(self, flush_s: float) -> None:
+        pass
+
 
 SendReport: TypeAlias = Callable[[Reports], None]
 

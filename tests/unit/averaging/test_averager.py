@@ -21,7 +21,7 @@ from ravnest.core.rate_limit import RateLimiter
 from ravnest.errors import BadContribution
 from ravnest.protocol.averaging import AttemptReady, Chunk, Message, Phase
 from ravnest.transport.link import Link, LinkConfig
-from ravnest.transport.unix import unix_pair
+from ravnest.transport.local import unix_pair
 from tests.unit.averaging.error_bound import error_bound
 from tests.unit.averaging.shared_pair import shared_pair
 from tests.unit.transport.kinds import Members, TlsKind

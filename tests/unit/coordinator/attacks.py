@@ -18,7 +18,7 @@ from ravnest.coordinator.clusters import ActiveCluster
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.events import ClusterSpec, IdleNode
 from ravnest.coordinator.http.alpn_server import AlpnServerConfig
-from ravnest.coordinator.http.timeouts import HttpTimeouts
+from ravnest.coordinator.http.limits import HttpTimeouts
 from ravnest.coordinator.policy.membership import MembershipPolicy
 from ravnest.coordinator.requester import Microbatch, PlannedClusters, RingShape, StageFiles
 from ravnest.coordinator.service import CoordinatorConfig, CoordinatorServer

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from ravnest.node.client import Client, member_context
-from ravnest.node.enrollment import EnrollmentRequest, enrol
+from ravnest.node.membership import EnrollmentRequest, enrol
 from ravnest.protocol.commands import StageReady
 from ravnest.protocol.control import (
     MAX_MESSAGE_BYTES,

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from ravnest.coordinator.certificates import requester_identity
 from ravnest.errors import LinkError, RequestRejected
 from ravnest.node.client import Client, member_context, pinned_context, unverified_context
-from ravnest.node.enrollment import UntrustedCoordinator
+from ravnest.node.membership import UntrustedCoordinator
 from ravnest.protocol.commands import StageFailed
 from ravnest.protocol.control import DesiredAssignment, Disconnect, StageReport, Welcome
 from ravnest.protocol.relay import FEED_PROTOCOL, RELAY_PROTOCOL, ObserveAddress, encode_message

@@ -16,9 +16,8 @@ import pytest
 from ravnest.transport.address import Address
 from ravnest.transport.identity import Identity
 from ravnest.transport.introduction import Introduction, encode_introduction
-from ravnest.transport.p2p.acceptor import AcceptorConfig
 from ravnest.transport.p2p.candidates import PeerCandidates
-from ravnest.transport.p2p.endpoint import PeerEndpoint
+from ravnest.transport.p2p.endpoint import AcceptorConfig, PeerEndpoint
 from ravnest.transport.tls import tls_context
 from tests.unit.transport.kinds import CONFIG, DEADLINE_S, Members, Note, receive
 from tests.unit.transport.kinds import run as in_thread

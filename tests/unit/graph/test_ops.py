@@ -9,7 +9,7 @@ import torch
 
 from ravnest.graph import ALLOWED, FAMILIES
 from ravnest.graph.ops import INIT_ALLOWED, SYM, needs_device, resolve, schema_of
-from ravnest.graph.signature import _PREDICATES, declared_arguments
+from ravnest.graph.validate import _PREDICATES, declared_arguments
 
 EVERYTHING = sorted({**ALLOWED, **INIT_ALLOWED})
 FORBIDDEN_WORDS = (

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from ravnest.graph import ALLOWED, Op, Stage, Value
-from ravnest.graph.signature import declared_arguments
+from ravnest.graph.validate import declared_arguments
 
 INPUTS = (
     Value("x", "float32", ((1, 0), 4), grad=True), Value("y", "float32", (4, 4), grad=True),

@@ -11,7 +11,7 @@ import pytest
 
 from ravnest.errors import LinkError, RequestRejected
 from ravnest.node.client import Client, member_context, pinned_context
-from ravnest.node.enrollment import EnrollmentRequest, UntrustedCoordinator, enrol, known_identity
+from ravnest.node.membership import EnrollmentRequest, UntrustedCoordinator, enrol, known_identity
 from ravnest.transport.ticket import Ticket
 from tests.unit.node.fake_coordinator import FakeCoordinator, fingerprint_of
 from tests.unit.transport.kinds import Members

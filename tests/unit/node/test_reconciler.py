@@ -12,8 +12,7 @@ import pytest
 
 from ravnest.errors import ProgramError
 from ravnest.node.client import Client, pinned_context
-from ravnest.node.fetch import fetch
-from ravnest.node.reconciler import Reconciler
+from ravnest.node.reconciler import Reconciler, fetch
 from ravnest.node.storage import NodeStorage
 from ravnest.protocol.commands import EndAfter, SaveState, StageFailed, StageReady, StateSaved
 from ravnest.protocol.control import Assignment, AssignmentReleased, Blob, StageCommand, StageReport

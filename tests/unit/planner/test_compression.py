@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.averaging.codec import CODECS
-from ravnest.planner.compression import MAX_BUSY, RATIOS, LineLoad, choose_codec
+from ravnest.planner.rings import MAX_BUSY, RATIOS, LineLoad, choose_codec
 
 LINES = st.lists(st.builds(LineLoad, st.floats(1e4, 1e10), st.floats(0, 1e10)), min_size=1, max_size=8)
 ORDER = list(RATIOS)

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from ravnest.planner import Chain, DoesNotFit, MemoryModel, PlanError, Storage, stage_memory
 from ravnest.planner.clusters.search import form_clusters
-from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, IdleMachine, Machine, Task
-from ravnest.planner.partition.row import plan_row, try_row
-from ravnest.planner.repair import state_transfers
-from ravnest.planner.replan import FormClusters, PlanChange, replan
+from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, IdleMachine, Machine, Task, plan_row, try_row
+from ravnest.planner.replan import FormClusters, PlanChange, replan, state_transfers
 from tests.unit.planner.instances import share
 
 MB = 1_000_000

@@ -14,10 +14,16 @@ from benchmarks.planner.bound import most_samples_per_s
 from benchmarks.planner.exhaustive import best_samples_per_s
 from benchmarks.planner.fleets import gpt_chain, hard_task, home_pcs
 from ravnest.planner import DoesNotFit, Machine, Problem, Task, TooManyNodes
-from ravnest.planner.clusters.estimate import GAIN, RateEstimator, Row
-from ravnest.planner.clusters.local_search import Grouping
-from ravnest.planner.clusters.order import best_order, latency_s, least_latency_order, with_insertion
-from ravnest.planner.clusters.regroup import best_regrouping
+from ravnest.planner.clusters.estimate import (
+    GAIN,
+    RateEstimator,
+    Row,
+    best_order,
+    latency_s,
+    least_latency_order,
+    with_insertion,
+)
+from ravnest.planner.clusters.local_search import Grouping, best_regrouping
 from ravnest.planner.clusters.search import form_clusters, search_groupings
 from ravnest.planner.fleet import Fleet
 from ravnest.planner.partition import Partition, partition

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.planner import MemoryModel
-from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, Machine, Task
-from ravnest.planner.partition.row import plan_row
+from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, Machine, Task, plan_row
 from ravnest.planner.upgrade import best_upgrade
 from tests.unit.planner.test_partition import chain_of, heavy_chain, large_chain
 

@@ -12,7 +12,7 @@ from ravnest.errors import RavnestError
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.examples.text import batches, library_text
 from ravnest.run.checkpoint.format import checkpoints_in
-from ravnest.run.checkpoint.remote import bring, is_url, send
+from ravnest.run.checkpoint.writer import bring, is_url, send
 
 CONFIG = GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2, dropout=0.0)
 

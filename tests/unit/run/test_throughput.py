@@ -21,8 +21,7 @@ from ravnest.pipeline.staleness import Correction
 from ravnest.profiling.overhead import StageOverhead, measure_upkeep, with_upkeep
 from ravnest.run import plan as plan_module
 from ravnest.run.job import Job
-from ravnest.run.plan import LocalPlanOptions, PipelinePlan, chain_of, plan_local, time_local
-from ravnest.run.throughput import Cores, expected_rate
+from ravnest.run.plan import Cores, LocalPlanOptions, PipelinePlan, chain_of, expected_rate, plan_local, time_local
 
 FREE = Cores(count=64)
 seconds = st.floats(min_value=1e-4, max_value=10.0)

@@ -8,8 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from ravnest.planner import Chain, MemoryModel, Storage
-from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, IdleMachine, Machine, Task
-from ravnest.planner.partition.row import plan_row
+from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, IdleMachine, Machine, Task, plan_row
 
 PLAIN = MemoryModel(base_bytes=0, correction_copies=0, optimizer_ratio=0.0, link_buffers=0)
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from ravnest.planner.fleet import Fleet, FleetPlan, Machine, Task
 from ravnest.planner.replan import replan
-from ravnest.simulator.faults import Fault, FaultTrace, draw_faults
 from ravnest.simulator.results import Period, Simulation
-from ravnest.simulator.simulation import simulate
+from ravnest.simulator.simulation import Fault, FaultTrace, draw_faults, simulate
 from tests.unit.simulator.simulated import PLAIN, chain_of, plan_of, random_task
 
 HOUR_S = 3600.0

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.planner.fleet import Task
-from ravnest.simulator.faults import Fault, FaultTrace
-from ravnest.simulator.results import Simulation
-from ravnest.simulator.simulation import SimulationSettings, simulate
-from ravnest.simulator.timeline import timeline
+from ravnest.simulator.results import Simulation, timeline
+from ravnest.simulator.simulation import Fault, FaultTrace, SimulationSettings, simulate
 from tests.unit.simulator.simulated import plan_of, random_task
 
 FIELDS = {

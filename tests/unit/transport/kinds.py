@@ -15,9 +15,9 @@ import msgspec
 
 from ravnest.transport.identity import Authority, Identity, make_authority, make_key, make_request, save_identity
 from ravnest.transport.link import LinkConfig
+from ravnest.transport.local import unix_link, unix_pair
 from ravnest.transport.stream import StreamLink
 from ravnest.transport.tls import tls_context
-from ravnest.transport.unix import unix_link, unix_pair
 from tests.unit.transport.memory import MemoryChannel, memory_channels, memory_pair
 from tests.unit.transport.tls_links import TlsListener, dial_tls
 

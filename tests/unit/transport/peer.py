@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from ravnest.transport.identity import Identity
+from ravnest.transport.local import unix_link
 from ravnest.transport.stream import StreamLink
-from ravnest.transport.unix import unix_link
 from tests.unit.transport.kinds import CONFIG, DEADLINE_S, Note
 from tests.unit.transport.tls_links import dial_tls
 

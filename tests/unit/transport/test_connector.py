@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from ravnest.errors import LinkClosed, LinkTimeout
 from ravnest.transport.address import Address, show
 from ravnest.transport.link import LinkConfig
-from ravnest.transport.p2p.acceptor import AcceptorConfig
 from ravnest.transport.p2p.candidates import (
     ConnectionType,
     ConnectorConfig,
@@ -29,8 +28,8 @@ from ravnest.transport.p2p.candidates import (
     improvement_hint,
     order_addresses,
 )
-from ravnest.transport.p2p.connector import ConnectedPeer
-from ravnest.transport.p2p.endpoint import PeerEndpoint
+from ravnest.transport.p2p.dialer import ConnectedPeer
+from ravnest.transport.p2p.endpoint import AcceptorConfig, PeerEndpoint
 from ravnest.transport.p2p.relay_client import RelayInfo
 from tests.unit.transport.kinds import CONFIG, DEADLINE_S, Members, Note, receive, run
 from tests.unit.transport.relay_fixture import TOKEN, RelayFixture

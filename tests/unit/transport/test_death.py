@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from ravnest.errors import LinkClosed
+from ravnest.transport.local import unix_link
 from ravnest.transport.stream import StreamLink
-from ravnest.transport.unix import unix_link
 from tests.unit.transport.kinds import CONFIG, DEADLINE_S, Members, Note, receive, run
 from tests.unit.transport.peer import BIG_BYTES
 from tests.unit.transport.tls_links import TlsListener

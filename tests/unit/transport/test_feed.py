@@ -13,14 +13,14 @@ from ravnest.errors import HandshakeError, LinkError, LinkTimeout
 from ravnest.protocol.pipeline import Data, Norm, feed_purpose
 from ravnest.protocol.relay import FEED_PROTOCOL
 from ravnest.transport.address import Address
-from ravnest.transport.feed import dial_feed
 from ravnest.transport.identity import Identity
 from ravnest.transport.introduction import Introduction
 from ravnest.transport.link import LinkConfig
-from ravnest.transport.p2p.negotiation import receive_introduction, send_introduction
+from ravnest.transport.p2p.dialer import receive_introduction, send_introduction
 from ravnest.transport.socket import Handshake, run_blocking
 from ravnest.transport.stream import StreamLink
 from ravnest.transport.tls import TlsChannel, authenticate, tls_context
+from ravnest.worker.remote_peers import dial_feed
 from tests.unit.transport.kinds import DEADLINE_S, Members
 
 LINK = LinkConfig(headers=Data, generation=3)

@@ -35,11 +35,11 @@ from ravnest.protocol.worker import AssignStage, FromWorker, StartWorker
 from ravnest.transport.address import Address
 from ravnest.transport.identity import Identity
 from ravnest.transport.link import LinkConfig
-from ravnest.transport.p2p.negotiation import receive_introduction, send_introduction
+from ravnest.transport.local import unix_link
+from ravnest.transport.p2p.dialer import receive_introduction, send_introduction
 from ravnest.transport.socket import run_blocking
 from ravnest.transport.stream import StreamLink
 from ravnest.transport.tls import TlsChannel, authenticate, tls_context, tune
-from ravnest.transport.unix import unix_link
 
 T = TypeVar("T")
 

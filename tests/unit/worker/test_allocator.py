@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import ctypes, resource, sys
 import torch
-from ravnest.worker.allocator import keep_freed_memory
+from ravnest.worker.process import keep_freed_memory
 ctypes.CDLL(None).mallopt(-3, 2**16)  # return every larger block at once, as an allocator may
 if sys.argv[1] == "keep":
     assert keep_freed_memory()

@@ -16,10 +16,9 @@ import pytest
 from ravnest.averaging.shared_memory import SharedBuffer, SharedLink, is_available
 from ravnest.errors import LinkTimeout
 from ravnest.transport.introduction import encode_introduction
-from ravnest.transport.local import HELLO_BYTES, decode_hello, feed_socket, listen_local
+from ravnest.transport.local import HELLO_BYTES, decode_hello, feed_socket, listen_local, unix_link
 from ravnest.transport.stream import StreamLink
-from ravnest.transport.unix import unix_link
-from ravnest.worker.local_peers import RING, LocalPeers, PeerConnection
+from ravnest.worker.resources import RING, LocalPeers, PeerConnection
 from tests.unit.transport.kinds import CONFIG, Note, receive, run
 
 DEADLINE_S = 60.0
@@ -83,7 +82,7 @@ def test_rings_are_linked_over_shared_memory_and_a_peer_reads_the_buffer_in_plac
 
 
 def test_a_ring_without_shared_memory_is_linked_over_a_unix_socket(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.worker.local_peers.is_available", lambda: False)
+    monkeypatch.setattr("ravnest.worker.resources.is_available", lambda: False)
     anna, bert = connect(pair, RING)
     with anna.link, bert.link:
         assert anna.how == "unix"

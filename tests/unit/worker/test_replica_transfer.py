@@ -13,7 +13,7 @@ import pytest
 from ravnest.errors import FrameError, LinkError, RavnestError
 from ravnest.transport.link import LinkConfig
 from ravnest.transport.stream import StreamLink
-from ravnest.worker.replica_transfer import (
+from ravnest.worker.replication import (
     MESSAGES,
     FileChunk,
     ReplicaOffer,

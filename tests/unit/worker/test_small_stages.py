@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.core.backoff import Backoff
+from ravnest.core.clock import Backoff
 from ravnest.core.metrics import StageMetrics
 from ravnest.node.console import AgentConsole, joined
 from ravnest.node.session import Outbox
@@ -19,7 +19,7 @@ from ravnest.protocol.commands import LinkReport, LossReport, StageFailed, Stage
 from ravnest.protocol.control import Assignment, Blob, Heartbeat, NodeProfile, StageReport
 from ravnest.protocol.peer import PeerAddresses
 from ravnest.transport.address import check_address
-from ravnest.worker.reachability import choose_addresses, is_loopback
+from ravnest.worker.remote_peers import choose_addresses, is_loopback
 from tests.unit.core.manual_clock import ManualClock
 
 ASSIGNMENT = Assignment(generation=2, cluster="c1", stage=1, count=3, file=Blob("", 0), brief=Blob("", 0))

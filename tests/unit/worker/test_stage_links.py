@@ -15,7 +15,7 @@ from ravnest.pipeline.loop import Inbox
 from ravnest.pipeline.tensor_codec import TensorCodec, as_bytes
 from ravnest.protocol.pipeline import Backward, Data, Evaluate, Forward, Lend, Norm, Return
 from ravnest.transport.link import LinkConfig
-from ravnest.worker.stage_links import StageLink
+from ravnest.worker.stage_runner import StageLink
 from tests.unit.transport.memory import memory_pair
 
 X = Value("x", "float32", ((1, 0), 4), grad=True)

@@ -29,7 +29,7 @@ from ravnest.transport.frame import (
 from ravnest.transport.introduction import INTRODUCTION_BYTES, Introduction, decode_introduction, encode_introduction
 from ravnest.transport.local import HELLO_BYTES, decode_hello
 
-__all__ = ["FeedConnection", "FeedProtocol", "FeedHandler"]
+__all__ = ["FeedConnection", "FeedProtocol"]
 
 _MAX_BUFFER_BYTES = 1 << 20
 _MAX_FRAME_BYTES = 1 << 32

@@ -13,11 +13,11 @@ from typing import Protocol
 import msgspec
 from aiohttp import WSMsgType, web
 
-from ravnest.coordinator.http.timeouts import HttpTimeouts
+from ravnest.coordinator.http.limits import HttpTimeouts
 from ravnest.errors import FrameError, LinkClosed
 from ravnest.protocol.control import MAX_MESSAGE_BYTES, Disconnect, FromCoordinator, FromNode, Hello
 
-__all__ = ["SessionHandler", "Session", "converse"]
+__all__ = ["Session", "converse"]
 
 _MAX_QUEUED = 64
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["LeaseCounts", "Leases", "Outcome"]
+__all__ = ["LeaseCounts", "Leases"]
 
 Outcome = Literal["settled", "repeated", "ignored"]
 

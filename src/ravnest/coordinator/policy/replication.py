@@ -24,7 +24,7 @@ from ravnest.coordinator.state import ClusterRecord, CoordinatorState
 from ravnest.core.config import config, require
 from ravnest.protocol.control import ReplicaInfo
 
-__all__ = ["Replica", "ReplicateStage", "ReplicationPolicy", "RestorePlan", "decide_replication", "plan_restore"]
+__all__ = ["Replica", "ReplicationPolicy", "RestorePlan", "decide_replication", "plan_restore"]
 
 _MIN_TRANSFERS = 20.0  # transfer times between two refreshes of a replica
 _FIRST_S = 3.0

@@ -21,7 +21,7 @@ from statistics import median
 
 from ravnest.core.metrics import StageMetrics, bubble
 
-__all__ = ["FLEET", "SpeedEstimate", "StageTime", "StragglerDetector", "estimate_speeds"]
+__all__ = ["FLEET", "StageTime", "StragglerDetector", "estimate_speeds"]
 
 FLEET = ""  # the name under which the factor of the whole fleet is reported
 

@@ -6,28 +6,266 @@ All groupings of a few machines are compared; with more, an initial grouping is 
 uses `RateEstimator`, which is fast; its clusters are then cut by `partition`, which is exact. Machines of different
 rows change places where that lowers latency and costs nothing, so that fewer microbatches are in flight. A machine
 that helps no cluster is a spare if it could hold some member's stage, and otherwise left out.
+
+Builds initial clusters for the search: machines one after another, a row closed as soon as the model fits well.
+
+Machines that follow one another end up together, so their order decides what a row has in common: lines, regions,
+speeds. Which of these matters is not known beforehand, so all are tried.
+
+Holds back spares, and explains machines without a stage.
+
+A spare is a machine whose absence costs least. Without machine m its row does R(row - m), or nothing if the model no
+longer fits or too few are left; then the others of the row are free as well. The machine with the least loss is held
+back first, and so on, until there are enough.
+
+Other machines are idle for too little memory, a line that would slow the others, or no gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice, permutations
+from math import ceil
 from random import Random
+from statistics import median
+from typing import NamedTuple
 
 from ravnest.core.config import require
-from ravnest.planner.clusters.estimate import GAIN, RateEstimator, Row
-from ravnest.planner.clusters.idle import explain_idle, hold_back
-from ravnest.planner.clusters.initial import initial_grouping
-from ravnest.planner.clusters.local_search import Grouping, improve
-from ravnest.planner.clusters.order import EQUAL, best_order, latency_s, least_latency_order
-from ravnest.planner.clusters.regroup import best_grouping, best_regrouping
-from ravnest.planner.fleet import ClusterPlan, FleetPlan, Task
+from ravnest.core.units import format_bytes
+from ravnest.planner.clusters.estimate import (
+    EQUAL,
+    GAIN,
+    RateEstimator,
+    Row,
+    best_order,
+    latency_s,
+    least_latency_order,
+    with_insertion,
+)
+from ravnest.planner.clusters.local_search import Grouping, best_grouping, best_regrouping, improve
+from ravnest.planner.fleet import ClusterPlan, FleetPlan, IdleMachine, Task
 from ravnest.planner.partition.fit import fleet_does_not_fit
 from ravnest.planner.partition.solver import Partition, partition
 from ravnest.planner.problem import DoesNotFit, PlanError, Problem
-from ravnest.planner.reasons import explain_clusters, explain_row
+from ravnest.planner.reasons import explain_clusters, explain_idle_machine, explain_row, format_rate
 
-__all__ = ["reduce_latency", "search_groupings", "form_clusters"]
+__all__ = ["search_groupings", "form_clusters"]
+
+
+class _Loss(NamedTuple):
+    """The loss of all rows together without a machine, and the rest of its row."""
+
+    per_s: float
+    m: int
+    number: int
+    rest: Row
+
+
+def hold_back(grouping: Grouping, num_spares: int, min_stages: int, needed_bytes: float) -> dict[int, float]:
+    """Take spares of at least `needed_bytes` out of `grouping`; returns the cost of each one's absence.
+
+    There are fewer than `num_spares` if otherwise no row would remain.
+    """
+    held: dict[int, float] = {}
+    while len(held) < num_spares:
+        free = [
+            m for m in grouping.idle if m not in held and grouping.estimator.machines[m].memory_bytes >= needed_bytes
+        ]
+        if free:
+            held[free[0]] = 0.0
+            continue
+        loss = _least(grouping, min_stages, needed_bytes)
+        if loss is None:
+            break
+        grouping.replace([loss.number], [loss.rest] if loss.rest else [])
+        held[loss.m] = loss.per_s
+    for m in list(held):
+        _exchange(grouping, held, m, needed_bytes)
+    grouping.withdraw(held)
+    return held
+
+
+def _exchange(grouping: Grouping, held: dict[int, float], m: int, needed_bytes: float) -> None:
+    """Exchange m for a member, and that one for another, as long as some row does more."""
+    estimator = grouping.estimator
+    while (found := _better_with(grouping, m, needed_bytes)) is not None:
+        number, n, row = found
+        cost = held.pop(m) - estimator.per_s(row) + grouping.rates[number]
+        grouping.replace([number], [row])
+        held[n] = max(0.0, cost)
+        m = n
+
+
+def _better_with(grouping: Grouping, m: int, needed_bytes: float) -> tuple[int, int, Row] | None:
+    """A row that does more with m in place of a member that could be a spare; and that member."""
+    estimator = grouping.estimator
+    for number, row in enumerate(grouping.rows):
+        for place, n in enumerate(row):
+            if estimator.machines[n].memory_bytes < needed_bytes or estimator.kinds[m] == estimator.kinds[n]:
+                continue
+            other = (*row[:place], m, *row[place + 1 :])
+            if estimator.does_more(other, grouping.rates[number]):
+                return number, n, other
+    return None
+
+
+def _least(grouping: Grouping, min_stages: int, needed_bytes: float) -> _Loss | None:
+    found = (
+        _loss(grouping.estimator, row, m, number, min_stages, grouping.rates[number])
+        for number, row in enumerate(grouping.rows)
+        for m in row
+        if grouping.estimator.machines[m].memory_bytes >= needed_bytes
+    )
+    return min((loss for loss in found if loss.rest or len(grouping.rows) > 1), default=None)
+
+
+def _loss(estimator: RateEstimator, row: Row, m: int, number: int, min_stages: int, per_s: float) -> _Loss:
+    rest = tuple(n for n in row if n != m)
+    remaining = estimator.per_s(rest) if len(rest) >= min_stages else 0.0
+    return _Loss(per_s - remaining, m, number, rest if remaining else ())
+
+
+_MAX_IDLE_TRIES = 8  # clusters that a machine is tried in, for the explanation alone
+
+
+def explain_idle(
+    grouping: Grouping, clusters: Sequence[ClusterPlan], held: dict[int, float]
+) -> tuple[tuple[IdleMachine, ...], tuple[IdleMachine, ...]]:
+    """Spares and machines left out; a spare has the memory for some member's stage. `held` are held back."""
+    estimator, spares, left_out = grouping.estimator, list[IdleMachine](), list[IdleMachine]()
+    stages = sorted(memory.total for cluster in clusters for memory in cluster.partition.memory)
+    rows = sorted(zip(grouping.rates, grouping.rows, strict=True))
+    known: dict[int, str] = {}  # by kind: equal machines have equal reasons
+    for m, machine in enumerate(estimator.machines):
+        if grouping.row_of.get(m, -1) >= 0:
+            continue
+        num_fitting = sum(size <= machine.memory_bytes for size in stages)
+        if m in held and num_fitting:
+            why = "held back as a spare: " + _cost(held[m] * estimator.task.microbatch)
+        else:
+            if estimator.kinds[m] not in known:
+                known[estimator.kinds[m]] = _why(estimator, m, rows)
+            why = known[estimator.kinds[m]]
+        if num_fitting:
+            spares.append(
+                IdleMachine(machine.name, f"{why}; it has the memory for {num_fitting} of {len(stages)} stages")
+            )
+        else:
+            left_out.append(IdleMachine(machine.name, why))
+    return tuple(spares), tuple(left_out)
+
+
+def _cost(samples_per_s: float) -> str:
+    return f"without it the clusters do {format_rate(samples_per_s)} less" if samples_per_s > 0 else "it is not needed"
+
+
+def _why(estimator: RateEstimator, m: int, rows: list[tuple[float, Row]]) -> str:
+    machine, smallest = estimator.machines[m], estimator.smallest_bytes
+    if machine.memory_bytes < smallest:
+        return (
+            f"too little memory: the smallest stage takes {format_bytes(smallest)}, "
+            f"it offers {format_bytes(machine.memory_bytes)}"
+        )
+    before, row, after = max(
+        ((rate, row, _with(estimator, row, m)) for rate, row in _likely(estimator, rows, m)), key=lambda t: t[2] - t[0]
+    )
+    return _compare(estimator, m, before, after, row)
+
+
+def _likely(estimator: RateEstimator, rows: list[tuple[float, Row]], m: int) -> list[tuple[float, Row]]:
+    """The slowest rows, to which a slow machine costs least, and those of its region."""
+    machine = estimator.machines[m]
+    near = [r for r in rows if any(estimator.machines[n].region == machine.region for n in r[1])]
+    return [*rows[: _MAX_IDLE_TRIES // 2], *near[: _MAX_IDLE_TRIES // 2]]
+
+
+def _with(estimator: RateEstimator, row: Row, m: int) -> float:
+    return max(estimator.per_s((*row[:place], m, *row[place:])) for place in range(len(row) + 1))
+
+
+def _compare(estimator: RateEstimator, m: int, before: float, after: float, row: Row) -> str:
+    samples = estimator.task.microbatch
+    return explain_idle_machine(
+        estimator.machines[m],
+        estimator.machines[row[0]].name,
+        before * samples,
+        after * samples,
+        is_limited_by_line=estimator.most_per_s[m] < before,
+    )
+
+
+_GOOD_FRACTION = 0.8  # of the bound of its machines; below that a row takes more of them
+_SHORT, _SEVERAL = 8, 3  # rows of up to 8 machines are never too long; longer ones up to 3 times what is needed
+_MAX_EXTRA = 2  # machines beyond those that a row needs
+_MAX_ORDERED = 3  # machines of a row whose order is optimized here; longer ones are by the search
+_MAX_TRIES = 6  # rows that an unused machine is tried in
+
+
+def initial_grouping(estimator: RateEstimator, usable: Sequence[int], min_stages: int) -> Grouping:
+    """The best of several groupings; of equals the first, which keeps regions together."""
+    best = None
+    for key in _keys(estimator):
+        for well in (_GOOD_FRACTION, 0.0):
+            rows = _rows(estimator, sorted(usable, key=key), min_stages, well)
+            grouping = Grouping(estimator, usable, rows)
+            if best is None or grouping.per_s > best.per_s * 1.005:
+                best = grouping
+    assert best is not None
+    _add_unused(best)
+    return best
+
+
+def _keys(estimator: RateEstimator) -> Iterator[Callable[[int], tuple[object, ...]]]:
+    machines, most = estimator.machines, estimator.most_per_s
+
+    def line(m: int) -> float:
+        return min(machines[m].up_bytes_per_s, machines[m].down_bytes_per_s)
+
+    yield lambda m: (machines[m].site, machines[m].region, -line(m), m)
+    yield lambda m: (-most[m], -line(m), -machines[m].memory_bytes, m)
+    yield lambda m: (-line(m), machines[m].speed, m)
+    yield lambda m: (-min(machines[m].speed / (estimator.work_s or 1.0), most[m]), m)
+
+
+def _rows(estimator: RateEstimator, machines: Sequence[int], min_stages: int, well: float) -> Iterator[Row]:
+    """Rows of neighbours, each closed when it reaches `well` of its bound, or has a few machines more than it needs."""
+    row: Row = ()
+    fitting, longest = 0, _longest(estimator, min_stages)
+    for m in machines:
+        row = tuple(sorted((*row, m), key=lambda m: -estimator.machines[m].memory_bytes))[:longest]
+        if len(row) < min_stages or not estimator.reaches(row, 0.0):
+            continue
+        fitting += 1
+        if fitting > _MAX_EXTRA or len(row) == longest or estimator.reaches(row, well * estimator.bound_per_s(row)):
+            yield _ordered(estimator, row)
+            row, fitting = (), 0
+    if fitting:
+        yield _ordered(estimator, row)
+
+
+def _longest(estimator: RateEstimator, min_stages: int) -> int:
+    """The longest row: several times what machines of median memory need; the smallest machines drop out."""
+    typical = median(machine.memory_bytes for machine in estimator.machines)
+    return min(estimator.cut_points.end, max(_SHORT, min_stages, ceil(_SEVERAL * estimator.whole_bytes / typical)))
+
+
+def _ordered(estimator: RateEstimator, row: Row) -> Row:
+    return best_order(estimator, row) if len(row) <= _MAX_ORDERED else row
+
+
+def _add_unused(grouping: Grouping) -> None:
+    """Add each unused machine to the first row that gains, of those with the most to gain."""
+    estimator = grouping.estimator
+    for m in grouping.idle:
+        by_potential = sorted(
+            range(len(grouping.rows)), key=lambda g: grouping.rates[g] - estimator.bound_per_s((*grouping.rows[g], m))
+        )
+        for g in by_potential[:_MAX_TRIES]:
+            longer = with_insertion(estimator, grouping.rows[g], m, grouping.rates[g])
+            if longer:
+                grouping.replace([g], [longer[0]])
+                break
+
 
 _TRIES = 30  # per machine
 
