@@ -10,12 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import settings
 
 from ravnest.cli.main import main
 from ravnest.graph import timing
 from ravnest.profiling import overhead, speed
 
 torch.set_num_threads(1)
+settings.register_profile("fixed", derandomize=True)  # the same examples every time
+settings.register_profile("random")  # `make test ARGS=--hypothesis-profile=random` searches for new ones
+settings.load_profile("fixed")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 
 

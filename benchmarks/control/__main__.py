@@ -93,7 +93,7 @@ def measure(count: int, durations: Durations, *, with_floor: bool) -> Row:
 
 def join_all(row: Row, service: Child, agents: Child, durations: Durations) -> None:
     count = row["agents"]
-    ticket = service.request("open", count=count, wait_s=durations.wait_s, beat_s=durations.heartbeat_s)
+    ticket = service.request("open", count=count, wait_s=durations.wait_s, heartbeat_s=durations.heartbeat_s)
     row["empty bytes"], cpu_s = service.memory_bytes(), service.request("facts")["cpu_s"]
     joined = agents.request("join", ticket=ticket, count=count)
     row["join s"] = joined["seconds"]
@@ -178,7 +178,7 @@ def account(row: Row, service: Child, agents: Child, durations: Durations) -> No
 def bare_heartbeats(row: Row, folder: Path, agents: Child, durations: Durations) -> None:
     """Send the same heartbeats of the remaining agents to a server that ignores them."""
     with Child("benchmarks.control.bare_server", str(folder)) as server:
-        port = server.request("open", beat_s=durations.heartbeat_s)
+        port = server.request("open", heartbeat_s=durations.heartbeat_s)
         empty_bytes, count = server.memory_bytes(), row["agents"] - row["disconnected"]
         agents.request("reconnect", port=port)
         before = server.request("facts")

@@ -18,7 +18,7 @@ from ravnest.node.client import Client, member_context
 from ravnest.node.membership import EnrollmentRequest, enrol
 from ravnest.node.session import DisconnectedByCoordinator, Outbox, run_session
 from ravnest.planner import Machine
-from ravnest.protocol.commands import LinkReport, Reports, StageFailed, StageReady, StepReport
+from ravnest.protocol.commands import LinkReport, Report, StageFailed, StageReady, StepReport
 from ravnest.protocol.control import (
     Assignment,
     AssignmentReleased,
@@ -83,7 +83,7 @@ class Agent:
             self._session.cancel()
             await asyncio.gather(self._session, return_exceptions=True)
 
-    def report(self, report: Reports) -> None:
+    def report(self, report: Report) -> None:
         if self.assignment is not None:
             self._outbox.put(StageReport(self.assignment.generation, report))
 
@@ -102,7 +102,7 @@ class Agent:
                 other._release()
 
     async def _run_session(self, address: Address) -> None:
-        hello = Hello(release=_RELEASE, profile=self._profile, where=PeerAddresses())
+        hello = Hello(release=_RELEASE, profile=self._profile, addresses=PeerAddresses())
         try:
             async with Client(address, self._context) as self._client:
                 await run_session(self._client, hello, self._outbox, self._handle, lambda: "training")
@@ -120,7 +120,7 @@ class Agent:
                 self._release()
             case DesiredAssignment(assignment=part) if part is not None:
                 self._release()
-                self.assignment, self._updates = part, part.begin
+                self.assignment, self._updates = part, part.first_update
                 self._registry.assigned_s = time.monotonic()
                 self._starting = asyncio.create_task(self._start(part))
 
@@ -128,10 +128,10 @@ class Agent:
         """Fetch the files, open the feed, and report the links and that the stage is ready."""
         try:
             await self._client.ask("GET", f"/v1/blobs/{part.file.digest}")
-            brief = await self._client.ask("GET", f"/v1/blobs/{part.brief.digest}")
+            config = await self._client.ask("GET", f"/v1/blobs/{part.config.digest}")
             self._registry.clusters.setdefault(part.cluster, {})[part.stage] = self
             if part.before is None:
-                accumulate = int(msgspec.json.decode(brief)["accumulate"])
+                accumulate = int(msgspec.json.decode(config)["accumulate"])
                 self.feed = SimulatedFeed(part, accumulate, self._registry.seconds_of(part.cluster), self._registry)
                 await open_feed(self.feed, self._client.address, self.identity)
         except (RavnestError, OSError) as error:

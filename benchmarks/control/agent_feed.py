@@ -88,7 +88,7 @@ class SimulatedFeed(asyncio.Protocol):
     def _enqueue(self, header: Forward) -> None:
         self._received += 1
         self._ahead = max(self._ahead, self._received - len(self._done_s))
-        trigger = header.microbatch - self._part.begin * self._accumulate - self._ahead
+        trigger = header.microbatch - self._part.first_update * self._accumulate - self._ahead
         if header.microbatch % self._accumulate == 0 and trigger >= 0:
             self._listener.leased(self._loop.time() - self._done_s[trigger])
         self._waiting.append(header)

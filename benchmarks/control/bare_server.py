@@ -27,9 +27,9 @@ class BareServer:
         self._authority = CertificateAuthority(directory)
         self._num_received = 0
 
-    async def open(self, *, beat_s: float) -> int:
+    async def open(self, *, heartbeat_s: float) -> int:
         """Listen; returns the port."""
-        self._welcome = msgspec.msgpack.encode(Welcome(run="bare-server", beat_s=beat_s))
+        self._welcome = msgspec.msgpack.encode(Welcome(run="bare-server", heartbeat_s=heartbeat_s))
         app = web.Application()
         app.router.add_get("/v1/control", self._handle)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)

@@ -26,7 +26,7 @@ from ravnest.coordinator.requester import Microbatch, PlannedClusters, RingShape
 from ravnest.coordinator.service import CoordinatorConfig, CoordinatorServer
 from ravnest.planner import Fleet, Task
 from ravnest.planner.fleet import Machine
-from ravnest.protocol.commands import Reports
+from ravnest.protocol.commands import Report
 from ravnest.protocol.control import NodeProfile
 
 ACCUMULATE = 4
@@ -71,8 +71,8 @@ class SyntheticRequester:
     def stages(
         self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
     ) -> list[StageFiles]:
-        brief = msgspec.json.encode({"accumulate": cluster.accumulate})
-        return [StageFiles(bytes([i]) * _STAGE_BYTES, brief) for i in range(len(profiles))]
+        config = msgspec.json.encode({"accumulate": cluster.accumulate})
+        return [StageFiles(bytes([i]) * _STAGE_BYTES, config) for i in range(len(profiles))]
 
     def rings(self, clusters: Sequence[ClusterSpec]) -> list[RingShape]:
         return []
@@ -88,7 +88,7 @@ class SyntheticRequester:
     def batch_settled(self, batch: int) -> None:
         self.settled_batches += 1
 
-    def stage_reported(self, cluster: str, stage: int, report: Reports) -> None: ...
+    def stage_reported(self, cluster: str, stage: int, report: Report) -> None: ...
 
     def cluster_ended(self, cluster: str, reason: str, *, is_lost: bool) -> None: ...
 
@@ -113,12 +113,12 @@ class MeasuredCoordinator:
         self._returned: set[int] = set()
         self._leased_again_s = 0.0
 
-    async def open(self, *, count: int, wait_s: float, beat_s: float) -> str:
+    async def open(self, *, count: int, wait_s: float, heartbeat_s: float) -> str:
         """Listen, and plan once `count` nodes have joined and `wait_s` have passed; returns a ticket."""
         many = 8 * count + 1024  # all agents connect from one address, several times
         config = CoordinatorConfig(
             directory=self._directory, host="127.0.0.1", port=0,
-            membership=MembershipPolicy(min_nodes=count, settle_s=wait_s, heartbeat_s=beat_s),
+            membership=MembershipPolicy(min_nodes=count, settle_s=wait_s, heartbeat_s=heartbeat_s),
             alpn=AlpnServerConfig(max_connections=many, max_per_address=many, max_handshakes=many),
         )  # fmt: skip
         self._service = CoordinatorServer(config, self._requester, run="benchmark", on_event=self._record)

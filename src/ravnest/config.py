@@ -1,7 +1,7 @@
 """Training configuration: every option once, with its default, limits and help text.
 
 `ravnest train` and `ravnest plan` build their command-line options from the fields of `TrainingConfig`
-(`ravnest.cli.options`): a field added here is a flag there.
+(`ravnest.cli.options`): a new field is also a new flag.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Option:
 
 def _option(default: T, group: str, help: str, **limits: Any) -> T:  # noqa: A002
     """Declare a field of `TrainingConfig`; `limits` are further fields of `Option`."""
-    made: T = field(default=default, metadata={"group": group, "help": help, **limits})
-    return made
+    declared: T = field(default=default, metadata={"group": group, "help": help, **limits})
+    return declared
 
 
 def _default_correction() -> Correction:

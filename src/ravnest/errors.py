@@ -11,6 +11,7 @@
     │   ├── HandshakeError        one side does not trust the other
     │   ├── LinkClosed            one side closed the link or died
     │   └── LinkTimeout           a deadline passed
+    ├── RequestRejected       the coordinator rejected a request of this node
     ├── IdentityError         a key, certificate or signing request cannot be used
     ├── PlanError             no plan is possible (`ravnest.planner`: TooManyNodes, DoesNotFit)
     ├── RingFailed            an averaging ring did not complete

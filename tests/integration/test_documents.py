@@ -10,7 +10,7 @@ changes that; its parts are separated by semicolons:
     <!-- needs: MODULE.NAME --> the block is skipped where that cannot be imported
 
 All ends of a run are on this machine: `:7700` becomes a free port of the loopback interface, and a ticket in a command
-becomes the one that was printed. Trainings in the background make fewer steps.
+becomes the one that was printed. Trainings in the background last until Ctrl-C, sent after the last block.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Terminal:
 
     def _run_command(self, command: str, block: Block) -> None:
         if "background" in block.directives:
-            command = re.sub(r"--steps \d+", "--steps 40", command)
+            command = re.sub(r"--steps \d+", "--steps 1000000", command)
             output = self.directory / f"output-{len(self.background)}"
             with output.open("wb") as file:
                 process = subprocess.Popen(
@@ -131,14 +131,22 @@ class Terminal:
         raise AssertionError(f"no ticket was printed: {self._outputs()}")
 
     def finish(self) -> None:
-        """Wait for trainings to end; then stop the agents, which would wait for the next run."""
+        """End the trainings by Ctrl-C once they have trained, then the agents, which would wait for the next run."""
         for agents in (False, True):
             for command, process, _ in self.background:
                 if command.startswith("ravnest join") is not agents:
                     continue
-                if agents:
-                    process.send_signal(signal.SIGINT)
+                if not agents:
+                    self._wait_for_a_step(command)
+                process.send_signal(signal.SIGINT)
                 assert process.wait(_TIMEOUT_S) == 0, f"$ {command}\n{self._outputs()}"
+
+    def _wait_for_a_step(self, command: str) -> None:
+        metrics = self.directory / command.split("--run-dir ")[1].split()[0] / "metrics.jsonl"
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not metrics.exists() or b"\n" not in metrics.read_bytes():
+            assert time.monotonic() < deadline, f"no step was trained: {self._outputs()}"
+            time.sleep(0.1)
 
     def kill(self) -> None:
         for _, process, _ in self.background:

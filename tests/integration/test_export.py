@@ -81,7 +81,7 @@ def test_a_file_has_the_models_own_names(name: str, tmp_path: Path) -> None:
     program, model = program_of(name), CASES[name]().build()
     checkpoint(tmp_path, program, 3)
     said = export(tmp_path, str(tmp_path / "new" / "model.safetensors"))
-    assert said.startswith("the checkpoint step-000003, ")
+    assert said.startswith("wrote the checkpoint step-000003, ")
     tensors = load_file(tmp_path / "new" / "model.safetensors")
     assert tensors.keys() == model.state_dict().keys(), "tied names included"
     assert program.ties
@@ -93,7 +93,7 @@ def test_whichever_has_seen_more_steps(tmp_path: Path) -> None:
     for step, at in ((5, "checkpoint"), (7, "model"), (9, "checkpoint")):
         (checkpoint if at == "checkpoint" else final_model)(tmp_path, program, step)
         said = export(tmp_path, str(tmp_path / "out.safetensors"))
-        assert said.startswith("the checkpoint step" if at == "checkpoint" else "the final model")
+        assert said.startswith("wrote the checkpoint step" if at == "checkpoint" else "wrote the final model")
         assert_is(load_file(tmp_path / "out.safetensors"), program, CASES["gpt tied"]().build(), step)
     said = export(tmp_path / "checkpoints" / "step-000005", str(tmp_path / "out.safetensors"))
     assert "after 5 steps" in said
@@ -122,7 +122,7 @@ def test_a_folder_is_read_by_transformers(knows: bool, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"no model\.safetensors, and .* has no checkpoint"):
+    with pytest.raises(WeightsError, match=r"no model\.safetensors, and .* has no usable checkpoint"):
         export(tmp_path, str(tmp_path / "x.safetensors"))
     checkpoint(tmp_path, program_of("gpt tied"), 1)
     with pytest.raises(ValueError, match="give the job file with --job"):

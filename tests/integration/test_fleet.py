@@ -52,8 +52,8 @@ class Friends(ProgressView):
                     [*command, "--memory", "600MB", "--data-dir", str(self.folder / name)], stdout=log, stderr=log
                 )
 
-    def told(self, sentence: str) -> None:
-        self.said.append(sentence)
+    def message(self, text: str) -> None:
+        self.said.append(text)
 
     def update(self, progress: Progress) -> None:
         self.steps = progress.step

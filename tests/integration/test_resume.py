@@ -147,7 +147,7 @@ REFUSED = {
     "another model": ("width=32", "width=48", [], "the model is not that of"),
     "another optimizer": ("AdamW", "NAdam", [], "the optimizer is not that of .*it is NAdam"),
     "another seed": ("", "", ["--seed", "4"], "the run has seed 0, which cannot be changed"),
-    "fewer steps": ("", "", ["--steps", "39"], "steps must be at least 40, which the run has made, got 39"),
+    "fewer steps": ("", "", ["--steps", "39"], "steps must be >= 40, the steps that the run has made, got 39"),
 }
 
 
@@ -182,7 +182,7 @@ def test_an_earlier_checkpoint_needs_a_folder_of_its_own(through: Path, tmp_path
 def test_a_full_disk_costs_checkpoints_and_no_training(small_disk: Path) -> None:
     write_job(small_disk)
     told = train(small_disk, "--local", "2", "--steps", "12", "--checkpoint-every", "4", "--run-dir", "run")
-    assert re.search(r"the checkpoint of step 4 was left out, training continues: .*No space", told)
+    assert re.search(r"the checkpoint of step 4 was not written, training continues: .*No space", told)
     assert "12 steps, final loss" in told
     assert set(steps_of(small_disk / "run")) <= set(range(1, 13)), "whole lines only"
     assert checkpoints_in(small_disk / "run") == []

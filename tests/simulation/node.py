@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ravnest.protocol.commands import Order, StageFailed
+from ravnest.protocol.commands import Command, StageFailed
 from ravnest.protocol.control import (
-    MOST_COPIES,
+    MAX_REPLICAS,
     Assignment,
     AssignmentReleased,
     DesiredAssignment,
@@ -61,7 +61,7 @@ class Node:
         self._session: SimulatedSession | None = None
         self.outbox: deque[FromNode] = deque()
         self._target: Assignment | None = None
-        self._early: list[Order] = []
+        self._early: list[Command] = []
         self.stage: Stage | None = None
         self._is_releasing = False
 
@@ -145,16 +145,22 @@ class Node:
             self.later(self.rng.choice(_RECONNECT_S), self._connect)
             return
         holding = self.stage.assignment.generation if self.stage is not None else 0
-        copies = tuple(ReplicaInfo(cluster, stage, updates) for (cluster, stage), updates in self.replicas.items())
+        replicas = tuple(ReplicaInfo(cluster, stage, updates) for (cluster, stage), updates in self.replicas.items())
         self._session = SimulatedSession(self.fleet, self, self.fleet.coordinator)
-        self._session.send(
-            Hello(release="1", profile=PROFILE, where=PeerAddresses((("10.0.0.1", 9),)), holding=holding, copies=copies)
+        self._session.send_from_node(
+            Hello(
+                release="1",
+                profile=PROFILE,
+                addresses=PeerAddresses((("10.0.0.1", 9),)),
+                held_generation=holding,
+                replicas=replicas,
+            )
         )
 
-    def session_ended(self, session: SimulatedSession, *, again: bool = True) -> None:
+    def session_ended(self, session: SimulatedSession, *, may_reconnect: bool = True) -> None:
         if self._session is session:
             self._session = None
-            if again:
+            if may_reconnect:
                 self.later(self.rng.choice(_RECONNECT_S), self._connect)
 
     def send(self, message: FromNode) -> None:
@@ -162,30 +168,30 @@ class Node:
         if self._session is not None:
             self._session.send_queued()
 
-    def _send_heartbeats(self, session: SimulatedSession, beat_s: float) -> None:
+    def _send_heartbeats(self, session: SimulatedSession, heartbeat_s: float) -> None:
         if self._session is session:
             self.send(Heartbeat())
-            self.later(beat_s, lambda: self._send_heartbeats(session, beat_s))
+            self.later(heartbeat_s, lambda: self._send_heartbeats(session, heartbeat_s))
 
     def receive(self, session: SimulatedSession, message: FromCoordinator) -> None:
         if self._session is not session:
             return
         match message:
-            case Welcome(beat_s=beat_s):
+            case Welcome(heartbeat_s=heartbeat_s):
                 session.is_welcome = True
                 session.send_queued()
-                self._send_heartbeats(session, beat_s)
+                self._send_heartbeats(session, heartbeat_s)
             case DesiredAssignment(assignment=assignment):
                 self._set_target(assignment)
             case StageCommand(generation=generation, command=order):
                 self._order(generation, order)
-            case SendReplica(transfer=number, copy=copy):
-                Transfer(self, number).give(copy)
-            case StoreReplica(transfer=number, copy=copy):
-                Transfer(self, number).take(lambda updates: self._keep(number, copy, updates))
-            case Disconnect(again=again):
-                self.session_ended(session, again=again)
-                if not again:
+            case SendReplica(transfer=number, replica=replica):
+                Transfer(self, number).give(replica)
+            case StoreReplica(transfer=number, replica=replica):
+                Transfer(self, number).take(lambda updates: self._keep(number, replica, updates))
+            case Disconnect(may_reconnect=may_reconnect):
+                self.session_ended(session, may_reconnect=may_reconnect)
+                if not may_reconnect:
                     self.kill()
 
     # assignment
@@ -211,7 +217,7 @@ class Node:
                 self.stage.order(order)
         self._early.clear()
 
-    def _order(self, generation: int, order: Order) -> None:
+    def _order(self, generation: int, order: Command) -> None:
         """An order that arrives before its assignment waits for it."""
         if self._target is None or self._target.generation != generation:
             return
@@ -229,32 +235,32 @@ class Node:
 
         def release() -> None:
             self._is_releasing = False
-            copy = (
+            replica = (
                 ReplicaInfo(stage.assignment.cluster, stage.assignment.stage, updates)
                 if stage.has_run and updates
                 else None
             )
-            if copy is not None:
-                self._store_replica(copy)
-            self.send(AssignmentReleased(generation, copy))
+            if replica is not None:
+                self._store_replica(replica)
+            self.send(AssignmentReleased(generation, replica))
             if self._target is not None and self._target.generation != generation:
                 self._start_stage()
 
         self.later(self.rng.choice((0.01, 0.3, 2.0)), release)
 
-    def _keep(self, number: int, copy: ReplicaInfo, updates: int | None) -> None:
+    def _keep(self, number: int, replica: ReplicaInfo, updates: int | None) -> None:
         if updates is None:
             self.send(ReplicaStored(number, reason="the transfer failed"))
             return
-        kept = ReplicaInfo(copy.cluster, copy.stage, updates)
+        kept = ReplicaInfo(replica.cluster, replica.stage, updates)
         self._store_replica(kept)
         self.send(ReplicaStored(number, kept, 1000))
 
-    def _store_replica(self, copy: ReplicaInfo) -> None:
+    def _store_replica(self, replica: ReplicaInfo) -> None:
         """Drop the oldest beyond the limit."""
-        key = copy.cluster, copy.stage
-        self.replicas = {**{k: v for k, v in self.replicas.items() if k != key}, key: copy.updates}
-        self.replicas = dict(list(self.replicas.items())[-MOST_COPIES:])
+        key = replica.cluster, replica.stage
+        self.replicas = {**{k: v for k, v in self.replicas.items() if k != key}, key: replica.updates}
+        self.replicas = dict(list(self.replicas.items())[-MAX_REPLICAS:])
 
     def report(self, generation: int, report: Any) -> None:
         self.send(StageReport(generation, report))

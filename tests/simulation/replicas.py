@@ -19,11 +19,11 @@ class Transfer:
 
     def __init__(self, node: Node, number: int) -> None:
         self.host, self._number = node, number
-        self._copy: ReplicaInfo | None = None
+        self._replica: ReplicaInfo | None = None
         self._then: Callable[[int | None], None] | None = None
 
-    def give(self, copy: ReplicaInfo) -> None:
-        self._copy = copy
+    def give(self, replica: ReplicaInfo) -> None:
+        self._replica = replica
         self._meet()
 
     def take(self, then: Callable[[int | None], None]) -> None:
@@ -40,21 +40,21 @@ class Transfer:
         self._over(None)
 
     def _meet(self) -> None:
-        self.host.fleet.world.meet(("copy", self._number), self, self._met)
+        self.host.fleet.world.meet(("replica", self._number), self, self._met)
 
     def _met(self, link: SimulatedLink) -> None:
-        if self._copy is not None:
-            link.send(self, self._updates(self._copy))
+        if self._replica is not None:
+            link.send(self, self._updates(self._replica))
 
-    def _updates(self, copy: ReplicaInfo) -> int | None:
+    def _updates(self, replica: ReplicaInfo) -> int | None:
         stage = self.host.stage
         if (
             stage is not None
-            and (stage.assignment.cluster, stage.assignment.stage) == (copy.cluster, copy.stage)
+            and (stage.assignment.cluster, stage.assignment.stage) == (replica.cluster, replica.stage)
             and stage.has_run
         ):
             return stage.updates
-        return self.host.replicas.get((copy.cluster, copy.stage))
+        return self.host.replicas.get((replica.cluster, replica.stage))
 
     def _over(self, updates: int | None) -> None:
         then, self._then = self._then, None

@@ -15,7 +15,7 @@ from ravnest.coordinator.requester import Microbatch, PlannedClusters, RingShape
 from ravnest.core.schedule import stage_schedules
 from ravnest.planner.fleet import Machine
 from ravnest.planner.problem import PlanError
-from ravnest.protocol.commands import Reports
+from ravnest.protocol.commands import Report
 from ravnest.protocol.control import NodeProfile
 
 _OPS = 12
@@ -68,7 +68,7 @@ class SimulatedRequester:
         self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
     ) -> list[StageFiles]:
         return [
-            StageFiles(file=f"{cluster.id} {i}".encode(), brief=msgspec.msgpack.encode(rule))
+            StageFiles(file=f"{cluster.id} {i}".encode(), config=msgspec.msgpack.encode(rule))
             for i, rule in enumerate(stage_schedules(cluster.depths, cluster.accumulate))
         ]
 
@@ -91,7 +91,7 @@ class SimulatedRequester:
     def batch_settled(self, batch: int) -> None:
         self.trained.add(batch)
 
-    def stage_reported(self, cluster: str, stage: int, report: Reports) -> None:
+    def stage_reported(self, cluster: str, stage: int, report: Report) -> None:
         """Not used."""
 
     def cluster_ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:

@@ -76,12 +76,12 @@ class SimulatedAveraging:
 
     def _report(self, report: AveragingStarted | AverageReady | AveragingFailed | AverageApplied) -> None:
         self._reports = [*(message for message in self._reports if message.round == report.round), report]
-        self._stage.tell(report)
+        self._stage.report(report)
 
     def _repeat_reports(self, number: int) -> None:
         for report in self._reports:
             if report.round == number:
-                self._stage.tell(report)
+                self._stage.report(report)
 
     def close(self) -> None:
         """Close all ring links."""
@@ -99,7 +99,7 @@ class SimulatedAveraging:
     def _form(self, rings: FormRings) -> None:
         if self._rings == rings:
             if self._is_ready:
-                self._stage.tell(RingsReady(rings.generation))
+                self._stage.report(RingsReady(rings.generation))
             return
         self.close()
         self._rings = rings
@@ -121,7 +121,7 @@ class SimulatedAveraging:
     def _check_ready(self, rings: FormRings) -> None:
         if len(self._links) == len(rings.peers):
             self._is_ready = True
-            self._stage.tell(RingsReady(rings.generation))
+            self._stage.report(RingsReady(rings.generation))
 
     def _average(self, order: StartAveraging) -> None:
         if self._rings is None or order.generation != self._rings.generation or order.round <= self._closed_round:

@@ -33,10 +33,10 @@ class SimulatedSession:
 
     def send_queued(self) -> None:
         while self.is_welcome and self._node.outbox and not self._is_cut:
-            self.send(self._node.outbox.popleft())
+            self.send_from_node(self._node.outbox.popleft())
 
-    def send(self, message: FromNode) -> None:
-        self._fleet.loop.call_at(self._arrival_s(0), self._hear, message)
+    def send_from_node(self, message: FromNode) -> None:
+        self._fleet.loop.call_at(self._arrival_s(0), self._receive, message)
 
     def cut(self, reason: str, notice_s: float) -> None:
         """Deliver no further message; each end notices after a while."""
@@ -52,20 +52,20 @@ class SimulatedSession:
 
     # the coordinator's end
 
-    def tell(self, message: FromCoordinator) -> None:
+    def send(self, message: FromCoordinator) -> None:
         if self.is_open:
             self._fleet.loop.call_at(self._arrival_s(1), self._deliver_to_node, message)
 
-    def dismiss(self, reason: str, *, again: bool) -> None:
+    def disconnect(self, reason: str, *, may_reconnect: bool) -> None:
         if self.is_open:
-            self.tell(Disconnect(reason, again))
+            self.send(Disconnect(reason, may_reconnect))
             self.is_open = False
 
     def _deliver_to_node(self, message: FromCoordinator) -> None:
         if not self._is_cut and self._node.life == self._life:
             self._node.do(lambda: self._node.receive(self, message))
 
-    def _hear(self, message: FromNode) -> None:
+    def _receive(self, message: FromNode) -> None:
         if self._is_cut or not self.is_open:
             return
         self._received_s = self._fleet.loop.time()

@@ -11,10 +11,10 @@ from ravnest.core.metrics import StageMetrics
 from ravnest.core.schedule import Action, PipelineSchedule, StageSchedule
 from ravnest.protocol.commands import (
     AbortAveraging,
+    Command,
     CommitAverage,
     EndAfter,
     FormRings,
-    Order,
     SaveState,
     StageFailed,
     StageReady,
@@ -44,7 +44,7 @@ class Stage:
         self._schedule: PipelineSchedule | None = None
         self._doing: Action | None = None
         self._asked: list[Callable[[], None]] = []
-        self._early: list[Order] = []
+        self._early: list[Command] = []
         self._feed: Feed | None = None
         self._before: SimulatedLink | None = None
         self._after: SimulatedLink | None = None
@@ -59,7 +59,7 @@ class Stage:
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
         self.host.later(delay_s, lambda: None if self._is_over else what())
 
-    def tell(self, report: Any) -> None:
+    def report(self, report: Any) -> None:
         if not self._is_over:
             self.host.report(self.assignment.generation, report)
 
@@ -70,12 +70,12 @@ class Stage:
         if fleet.is_down or self.host.is_cut_off:  # files are fetched when the coordinator is reachable
             self.later(1.0, self._load)
             return
-        brief = fleet.coordinator.blobs.get(self.assignment.brief.digest)
-        if brief is None:
+        config = fleet.coordinator.blobs.get(self.assignment.config.digest)
+        if config is None:
             self.fail("its file is not there", is_consequence=False)
             return
-        assert isinstance(brief, bytes)
-        self._rule = msgspec.msgpack.decode(brief, type=StageSchedule)
+        assert isinstance(config, bytes)
+        self._rule = msgspec.msgpack.decode(config, type=StageSchedule)
         self._gather()
 
     def _gather(self) -> None:
@@ -86,8 +86,8 @@ class Stage:
             self._connect()
             return
         source = self._sources.pop(0)
-        if source.giver is None:
-            has = self.host.replicas.get((source.copy.cluster, source.copy.stage))
+        if source.source is None:
+            has = self.host.replicas.get((source.replica.cluster, source.replica.stage))
             assert has is not None, f"{self.host.name} has no replica to restore from"
             self._gather()
         else:
@@ -97,7 +97,7 @@ class Stage:
         if self._is_over:
             return
         if updates is None:
-            self.fail(f"cannot fetch the state from {source.giver}", is_consequence=True)
+            self.fail(f"cannot fetch the state from {source.source}", is_consequence=True)
         else:
             self._gather()
 
@@ -153,9 +153,9 @@ class Stage:
             return
         self.has_run = True
         self._schedule = PipelineSchedule(
-            self._rule, is_last_stage=assignment.after is None, first_update=assignment.begin
+            self._rule, is_last_stage=assignment.after is None, first_update=assignment.first_update
         )
-        self.tell(StageReady(assignment.stage))
+        self.report(StageReady(assignment.stage))
         for order in self._early:
             self.order(order)
 
@@ -207,10 +207,10 @@ class Stage:
                 assert self._feed is not None
                 self._feed.acknowledge(action.number)
             case "step":
-                self.tell(StepReport(StageMetrics(stage=self.assignment.stage, updates=self.updates)))
+                self.report(StepReport(StageMetrics(stage=self.assignment.stage, updates=self.updates)))
         self._act()
 
-    def order(self, order: Order) -> None:
+    def order(self, order: Command) -> None:
         if self._schedule is None:
             self._early.append(order)
             return
@@ -218,7 +218,7 @@ class Stage:
             case EndAfter(updates=updates):
                 self._schedule.end = updates
             case SaveState():
-                self.tell(StateSaved(self.assignment.stage, self.updates))
+                self.report(StateSaved(self.assignment.stage, self.updates))
             case FormRings() | StartAveraging() | CommitAverage() | AbortAveraging():
                 self.rings.order(order)
 

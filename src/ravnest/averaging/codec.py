@@ -4,8 +4,8 @@
     bf16    2 bytes, rounded to nearest:                  |error| <= |v| / 2**8
     int8    1 byte and a float32 scale for each 256:      |error| <= max |v| of the block / 254
 
-Error feedback: v = value + residual is encoded and residual' = v - decoded. The sum of all that was ever sent is then
-the sum of all that should have been sent, less one residual: over many rounds the mean error goes to 0.
+Error feedback: v = value + residual is encoded and residual' = v - decoded. The sum of all values sent is then
+the sum of all exact values, less one residual: over many rounds the mean error goes to 0.
 
 In a ring of C members a sum is encoded at most C times, so the error of a result is at most C times the above, for
 v = the sum of the absolute contributions, plus a little for the growth of v by earlier errors. The codec int8 sends a

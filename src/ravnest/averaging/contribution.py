@@ -1,4 +1,4 @@
-"""The data of one member in one ring: adds, copies, encodes and decodes what `RingSchedule` decides.
+"""The data of one member in one ring: adds, copies, encodes and decodes chunks as `RingSchedule` decides.
 
 No threads, no clock, no I/O. `vector` is the member's contribution and is only read; the average grows in `result`,
 chunk by chunk. (They may be the same memory if there will be no second attempt.) Copies are avoided: fp32 chunks are
@@ -123,7 +123,7 @@ class Contribution:
         return (self._scratch_wire(slot, scratch) if slot.phase is Phase.REDUCE else self._in_result(slot)).data
 
     def take(self, slot: Slot, scratch: ScratchBuffers, published: Floats | None = None) -> SendChunk | None:
-        """Add or copy a chunk: from its receive buffer, or as the previous member published it. Returns what to send.
+        """Add or copy a chunk, received or published by the previous member; returns the next chunk to send.
 
         Raises `BadContribution` if a number is not finite.
         """

@@ -3,7 +3,7 @@
     plain      reference' = average
     nesterov   g = reference - average,   m' = b m + g,   reference' = reference - lr (g + b m')
 
-Nesterov is the outer step of DiLoCo: the change of all clusters since the last round is a gradient with momentum.
+Nesterov is the outer step of DiLoCo: the change of all clusters since the last round is a gradient, with momentum.
 With lr = 1 and b = 0 it equals the plain average but for rounding. Every operation is one correctly rounded float32
 operation per element, in a fixed order: members with the same average, reference and momentum get the same bits.
 """

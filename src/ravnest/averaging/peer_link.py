@@ -62,7 +62,7 @@ class FairQueue(Generic[T]):
         return item
 
 
-_POLL_S = 1.0  # how often a sender that waits for its turn checks that its ring has not failed
+_POLL_S = 1.0  # interval at which a sender that waits for its turn checks that its ring has not failed
 
 
 class SendTurn(Protocol):

@@ -6,8 +6,8 @@ All members have the same `RingSpec` but for `me`; the order of the members is t
 cut into one shard per member, shard c = elements [c N / C, (c + 1) N / C), and shards into chunks. Member p sends to
 p + 1 and receives from p - 1:
 
-    reduce, step k = 0 .. C - 2    sends shard p - k,      adds what arrives to shard p - k - 1
-    gather, step k = 0 .. C - 2    sends shard p + 1 - k,  copies what arrives to shard p - k          (all modulo C)
+    reduce, step k = 0 .. C - 2    sends shard p - k,      adds the arriving chunk to shard p - k - 1
+    gather, step k = 0 .. C - 2    sends shard p + 1 - k,  copies the arriving one to shard p - k   (all modulo C)
 
 After the reduce p has the whole sum of shard p + 1, and the gather distributes the sums. So each member sends
 2 (C - 1) / C of the vector. A chunk is sent on as soon as it has arrived and been added: steps overlap, and only a
@@ -101,7 +101,7 @@ class SendChunk(NamedTuple):
 
 
 class RingSchedule:
-    """The ring at `position`, as a state machine: driven by arrivals and sends, it returns what to send next."""
+    """The ring at `position`, as a state machine: driven by arrivals and sends, it returns the next chunks to send."""
 
     def __init__(self, position: int, num_members: int, num_elements: int, chunk_elements: int) -> None:
         require(0 <= position < num_members, f"position must be >= 0 and < {num_members}, got {position}")
@@ -144,9 +144,9 @@ class RingSchedule:
         return slot
 
     def arrived(self, phase: Phase, step: int, number: int) -> SendChunk | None:
-        """A chunk has arrived: what to send once it is added (reduce) or copied (gather) to its elements.
+        """Record an arrival; returns the chunk to send once this one is added (reduce) or copied (gather).
 
-        A chunk goes round until every member has had it; the completed sum starts the gather.
+        A chunk goes round until every member has received it; the completed sum starts the gather.
         """
         slot = self.check(phase, step, number)
         self._expected = next(self._incoming, None)

@@ -1,4 +1,4 @@
-"""Attempts at a round: what messages and lost peers do to the rings of a node. No clock, no I/O.
+"""Attempts at a round: the effect of messages and lost peers on the rings of a node. No clock, no I/O.
 
     wait for AttemptReady of the next member --> chunks arrive and are sent on --> done
           |                                            |
@@ -9,8 +9,8 @@ A ring that fails sends `AttemptAborted` to both neighbours, which do the same, 
 ring. Other rings continue. Messages are handed to `post`, so the same code runs over links and in tests.
 
 `AttemptRouter` finds the attempt of a message: the open one, an older one (dropped) or a later one. A member sends
-chunks only to one that has sent `AttemptReady`, so a chunk is never early. An early `AttemptReady` is kept until its
-attempt opens here; one for a finished attempt is answered with `AttemptAborted`.
+chunks only after the next member has sent `AttemptReady`, so a chunk is never early. An early `AttemptReady` is kept
+until its attempt opens here; one for a finished attempt is answered with `AttemptAborted`.
 
 A member that has published chunks (see `contribution`) is done only when the next member has read all of them. If it
 fails before that, the next member may read data of another attempt: the result is then not the same on all members,
@@ -68,7 +68,7 @@ class RingMembership:
         return receives or (self.spec.after == peer and (self.is_being_read or self.ring.num_unsent > 0))
 
     def awaited(self) -> tuple[str, str]:
-        """The member that an open ring waits for, and what for."""
+        """The member that an open ring waits for, and the reason."""
         before, after, slot = self.spec.before, self.spec.after, self.ring.expected
         if not self.is_ready:
             return after, f"{after} was not ready yet"
@@ -214,20 +214,20 @@ class RoundAttempt:
             membership = self.memberships.get(aborted.ring)
             if membership is None or peer not in (membership.spec.before, membership.spec.after):
                 raise FrameError(f"{peer} aborted ring {aborted.ring}, in which it is not a neighbour of this node")
-            kind = BadContribution if aborted.bad else RingFailed
-            self._fail(membership, kind(aborted.ring, aborted.member or peer, aborted.why), reported_by=peer)
+            kind = BadContribution if aborted.is_not_finite else RingFailed
+            self._fail(membership, kind(aborted.ring, aborted.member or peer, aborted.reason), reported_by=peer)
 
-    def lose(self, peer: str, why: str) -> None:
+    def lose(self, peer: str, reason: str) -> None:
         """The link to `peer` is lost: rings that still need it fail, others continue."""
         for membership in self._open_memberships():
             if membership.needs(peer):
-                self._fail(membership, RingFailed(membership.spec.id, peer, why))
+                self._fail(membership, RingFailed(membership.spec.id, peer, reason))
 
     def expire(self, seconds: float) -> None:
         """Fail all open rings: their deadline has passed."""
         for membership in self._open_memberships():
-            member, why = membership.awaited()
-            self._fail(membership, RingFailed(membership.spec.id, member, f"after {seconds:g} s {why}"))
+            member, reason = membership.awaited()
+            self._fail(membership, RingFailed(membership.spec.id, member, f"after {seconds:g} s {reason}"))
 
     def _membership(self, ring: int, peer: str, *, neighbour: str) -> RingMembership:
         membership = self.memberships.get(ring)
@@ -306,8 +306,8 @@ class AttemptRouter:
             elif key > self.attempt.key:
                 self._keep(peer, key, message.ring)
             else:
-                why = f"this member has moved on to {self.attempt.key}"
-                self._post(Outgoing(peer, AttemptAborted(*key, message.ring, "", why)))
+                reason = f"this member is already in {self.attempt.key}"
+                self._post(Outgoing(peer, AttemptAborted(*key, message.ring, "", reason)))
 
     def abort_ring(self, peer: str, message: AttemptAborted) -> None:
         with self.changed:
@@ -319,10 +319,10 @@ class AttemptRouter:
             if AttemptKey(message.round, message.attempt) == self.attempt.key:
                 self.attempt.taken(peer, message.ring)
 
-    def lose(self, peer: str, why: str) -> None:
+    def lose(self, peer: str, reason: str) -> None:
         """The link to `peer` is lost for good."""
         with self.changed:
-            self._lost.setdefault(peer, why)
+            self._lost.setdefault(peer, reason)
             self.attempt.lose(peer, self._lost[peer])
 
     def _keep(self, peer: str, key: AttemptKey, ring: int) -> None:

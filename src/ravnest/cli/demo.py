@@ -30,12 +30,12 @@ def demo(
     from ravnest.run.job import load_job
 
     path = Path(__file__).parents[1] / "examples" / "char_gpt.py"
-    shown = {"on": f"local:{nodes}", "steps": steps, "validate_every": max(1, steps // 4)}
-    run_job(load_job(path), {**shown, **_uneven_cores(nodes), **changes})
+    settings = {"on": f"local:{nodes}", "steps": steps, "validate_every": max(1, steps // 4)}
+    run_job(load_job(path), {**settings, **_uneven_cores(nodes), **changes})
 
 
 def _uneven_cores(nodes: int) -> dict[str, str]:
-    """One core for the first node and one for all others, if this machine has two and allows pinning."""
+    """Return one core for the first node and one for all others, if this machine has two and allows pinning."""
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(usable) < 2 or nodes < 2:
         return {}

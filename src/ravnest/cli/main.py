@@ -1,7 +1,7 @@
 """The `ravnest` command: one module of this package per subcommand.
 
-An error that a user can fix is one sentence and exit code 2; `--debug` shows its traceback. Ctrl-C is exit code 130.
-Command modules import what needs torch when they run, so that `--help` is quick.
+An error that a user can fix prints one message and exits with code 2; `--debug` shows its traceback. Ctrl-C exits with
+code 130. Command modules import what needs torch when they run, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def main() -> None:
     except (RavnestError, ValueError) as error:
         if "--debug" in sys.argv:
             raise
-        sentence = ". ".join([f"ravnest: {error}", *getattr(error, "__notes__", [])])
-        Console(stderr=True).print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
+        message = ". ".join([f"ravnest: {error}", *getattr(error, "__notes__", [])])
+        Console(stderr=True).print(message, style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")

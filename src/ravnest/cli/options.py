@@ -1,4 +1,4 @@
-"""Options of commands: those generated from the fields of `TrainingConfig`, and former names that still work."""
+"""Options of commands: generated from the fields of `TrainingConfig`, with aliases for former names."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _RENAMED_VALUES = {("outer_optimizer", "plain"): "none"}
 
 
 class Command(TyperCommand):
-    """A command that accepts the former names of its options; `--help` shows the present ones."""
+    """A command that accepts the former names of its options; `--help` shows the current ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
-        return super().parse_args(ctx, [*map(_present_flag, args[:end]), *args[end:]])
+        return super().parse_args(ctx, [*map(_current_flag, args[:end]), *args[end:]])
 
 
-def _present_flag(arg: str) -> str:
+def _current_flag(arg: str) -> str:
     flag, equals, value = arg.partition("=")
     return _RENAMED_FLAGS.get(flag, flag) + equals + value
 
@@ -67,12 +67,12 @@ def config_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def _parameters(chosen: list[Option]) -> Iterator[inspect.Parameter]:
-    """The options as parameters that typer reads; None stands for an option that is not given."""
+    """Yield the options as parameters for typer; the default None means not given."""
     hints = get_type_hints(TrainingConfig, localns={"Correction": object})
     for option in chosen:
         hint = hints[option.name]
         kind = next((kind for kind in (bool, int) if kind in (hint, *get_args(hint))), str)
-        shown = typer.Option(
+        declaration = typer.Option(
             option.flag,
             help=option.text,
             metavar=option.metavar or "|".join(option.choices) or ("N" if kind is int else None),
@@ -81,18 +81,18 @@ def _parameters(chosen: list[Option]) -> Iterator[inspect.Parameter]:
             min=option.min if kind is int else None,
             max=option.max if kind is int else None,
         )
-        yield _parameter(option.name, kind, shown)
+        yield _parameter(option.name, kind, declaration)
         if kind is bool:
             yield _parameter(f"no_{option.name}", bool, typer.Option(f"--no-{option.flag[2:]}", hidden=True))
 
 
-def _parameter(name: str, kind: type, shown: Any) -> inspect.Parameter:
-    annotation = Annotated[kind | None, shown]  # type: ignore[valid-type]
+def _parameter(name: str, kind: type, declaration: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, declaration]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _value(option: Option, given: dict[str, Any]) -> Any:
-    """The value of a field for what was written on the command line; None if nothing was."""
+    """Return the value of a field from the command line; None if it was not given."""
     value: Any = False if given.get(f"no_{option.name}") else given[option.name]
     if value is not None and option.name.endswith("_s"):
         return parse_seconds(value)

@@ -1,4 +1,4 @@
-"""`ravnest plan`: plan a job for the PCs of a node file, and simulate the plan. Trains nothing.
+"""`ravnest plan`: plan a job for the PCs of a node file, and simulate the plan, without training.
 
 The plan goes to stdout, progress to stderr. Nothing here imports torch before the node file is read, so that a mistake
 in it is reported at once.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-_TRACE_S = 60.0  # length of a simulation that only --trace asks for
+_TRACE_S = 60.0  # length of the simulation with --trace but without --simulate
 _MIN_S, _MAX_S = 0.001, 7 * 24 * 3600.0
 _MAX_EVENTS = 100_000  # of a timeline: about what a browser can show
 _SPLITS = ("microbatch", "microbatches_per_step")
@@ -62,21 +62,21 @@ def plan(
     fleet = read_nodes(nodes)
     from ravnest.cli.render_plan import make_report, simulation_report
     from ravnest.planner.upgrade import best_upgrade
-    from ravnest.run.fleet_plan import fleet_question
+    from ravnest.run.fleet_plan import make_plan_request
     from ravnest.run.job import load_job
     from ravnest.simulator.results import timeline
 
     log = Console(stderr=True, highlight=False, soft_wrap=True).print
-    question = fleet_question(_with_changes(load_job(job).job, changes), fleet, say=log)
+    request = make_plan_request(_with_changes(load_job(job).job, changes), fleet, log=log)
     log(f"planning for {len(fleet.machines)} {'node' if len(fleet.machines) == 1 else 'nodes'}")
-    chosen = _make_plan(question.task, seed)
+    chosen = _make_plan(request.task, seed)
     report = make_report(
-        question.task, chosen, microbatch_flops=question.microbatch_flops, reference_gflops=question.reference_gflops
+        request.task, chosen, microbatch_flops=request.microbatch_flops, reference_gflops=request.reference_gflops
     )
-    report = replace(report, upgrade=best_upgrade(question.task, chosen))
+    report = replace(report, upgrade=best_upgrade(request.task, chosen))
     if simulated_s is not None:
         log(f"simulating {format_seconds(simulated_s)}")
-        simulation = _simulate(question.task, chosen, simulated_s, seed=seed, is_recorded=trace is not None)
+        simulation = _simulate(request.task, chosen, simulated_s, seed=seed, is_recorded=trace is not None)
         report = replace(report, simulation=simulation_report(simulation))
         if trace is not None:
             trace.write_text(json.dumps({"traceEvents": timeline(simulation, max_events=_MAX_EVENTS)}))
@@ -85,7 +85,7 @@ def plan(
 
 
 def _simulated_s(simulate: str | None, trace: Path | None) -> float | None:
-    """The length of the run to simulate, if any."""
+    """Return the length of the run to simulate, if any."""
     if simulate is None:
         return None if trace is None else _TRACE_S
     seconds = parse_seconds(simulate)
@@ -94,13 +94,13 @@ def _simulated_s(simulate: str | None, trace: Path | None) -> float | None:
 
 
 def _with_changes(job: Job, changes: dict[str, Any]) -> Job:
-    """The job with the options of the command line; an option that splits the batch replaces the job's split."""
+    """Return the job with the options of the command line; an option that splits the batch replaces the job's split."""
     splits = dict.fromkeys(_SPLITS) if changes.keys() & set(_SPLITS) else {}
     return replace(job, config=replace(job.config, **{**splits, **changes}))
 
 
 def _make_plan(task: Task, seed: int) -> FleetPlan:
-    """The best plan; the error of a lack of memory also names the flags that would help."""
+    """Return the best plan; the error of a lack of memory also names the flags that would help."""
     from ravnest.planner.clusters.search import form_clusters
     from ravnest.planner.problem import DoesNotFit
 
@@ -116,7 +116,7 @@ def _make_plan(task: Task, seed: int) -> FleetPlan:
 
 
 def _simulate(task: Task, plan: FleetPlan, duration_s: float, *, seed: int, is_recorded: bool) -> Simulation:
-    """Simulate with failures drawn from the nodes' reliability; record what a timeline has room for."""
+    """Simulate with failures drawn from the nodes' reliability; record as many events as a timeline may have."""
     from ravnest.simulator.simulation import SimulationSettings, draw_faults, simulate
 
     events_per_s = sum(6 * len(c.members) / c.partition.interval_s for c in plan.clusters)

@@ -121,7 +121,7 @@ def as_table(profile: MachineProfile) -> Table:
 
 
 def as_node(profile: MachineProfile) -> str:
-    """An entry of a node file; what was not measured is a comment for the owner to fill in."""
+    """Return an entry of a node file; values that were not measured are comments for the owner to fill in."""
     lines = ["[[node]]", f'name = "{profile.name}"', f'memory = "{_memory(profile)}"']
     lines.append(f"speed = {_speed(profile)}  # GFLOP/s")
     lines += [f'{name} = "{value}"' if value else f'# {name} = "?"' for name, value in _line(profile).items()]
@@ -144,7 +144,7 @@ def _speed(profile: MachineProfile) -> str:
 
 
 def _memory(profile: MachineProfile) -> str:
-    """Rounded down, so that no more is promised than there is."""
+    """Return the usable memory, rounded down."""
     size, unit = (
         (profile.memory_bytes / 1e9, "GB") if profile.memory_bytes >= 1e9 else (profile.memory_bytes / 1e6, "MB")
     )

@@ -1,6 +1,6 @@
-"""A fleet plan as tables: one per cluster, or one line per cluster where there are many, then the totals.
+"""Renders a fleet plan: as a report of plain numbers for JSON, and as tables for a terminal.
 
-A fleet plan in plain numbers, for the tables and for the JSON of `ravnest plan`.
+The tables are one per cluster, or one line per kind of cluster where there are many nodes; then the totals follow.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """One copy of the model; `update_microbatches` and `update_samples` are those of one optimizer step."""
+    """One cluster; `update_microbatches` and `update_samples` are those of one optimizer step."""
 
     samples_per_s: float
     interval_s: float
@@ -135,27 +135,27 @@ def make_report(task: Task, plan: FleetPlan, *, microbatch_flops: int, reference
     )
 
 
-def simulation_report(found: Simulation) -> SimulationReport:
+def simulation_report(simulation: Simulation) -> SimulationReport:
     return SimulationReport(
-        duration_s=found.duration_s,
-        samples_per_s=found.samples_per_s,
-        steady_samples_per_s=found.steady_samples_per_s,
-        bubble=found.bubble,
-        staleness=dict(sorted(found.staleness.items())),
-        microbatches_trained=found.totals.trained,
-        microbatches_lost=found.totals.lost,
-        microbatches_repeated=found.totals.repeated,
-        happenings=tuple(f"{h.time_s:.1f} s: {h.text}" for h in found.events),
+        duration_s=simulation.duration_s,
+        samples_per_s=simulation.samples_per_s,
+        steady_samples_per_s=simulation.steady_samples_per_s,
+        bubble=simulation.bubble,
+        staleness=dict(sorted(simulation.staleness.items())),
+        microbatches_trained=simulation.totals.trained,
+        microbatches_lost=simulation.totals.lost,
+        microbatches_repeated=simulation.totals.repeated,
+        happenings=tuple(f"{event.time_s:.1f} s: {event.text}" for event in simulation.events),
     )
 
 
 def _cluster_content(task: Task, cluster: ClusterPlan) -> ClusterReport:
-    found = cluster.partition
-    update = task.accumulate or max(found.depths)
-    delays = [rule.delay for rule in stage_schedules(found.depths, update, max_staleness=task.max_staleness)]
+    partition = cluster.partition
+    update = task.accumulate or max(partition.depths)
+    delays = [rule.delay for rule in stage_schedules(partition.depths, update, max_staleness=task.max_staleness)]
     return ClusterReport(
         samples_per_s=cluster.samples_per_s,
-        interval_s=found.interval_s,
+        interval_s=partition.interval_s,
         update_microbatches=update,
         update_samples=update * task.microbatch,
         staleness=max(delays),
@@ -165,46 +165,48 @@ def _cluster_content(task: Task, cluster: ClusterPlan) -> ClusterReport:
 
 
 def _stages(task: Task, cluster: ClusterPlan, delays: list[int]) -> Iterator[PlannedStage]:
-    found = cluster.partition
-    bounds = (0, *found.cuts, task.chain.num_ops)
-    held = find_segments(task.chain, [found.cuts])  # of one cluster alone, segments are stages
+    partition = cluster.partition
+    bounds = (0, *partition.cuts, task.chain.num_ops)
+    held = find_segments(task.chain, [partition.cuts])  # of one cluster alone, segments are stages
     for j, (start, stop) in enumerate(pairwise(bounds)):
         yield PlannedStage(
             node=cluster.members[j],
             first_op=start,
             num_ops=stop - start,
             parameter_bytes=held[j].parameter_bytes,
-            memory_bytes=found.memory[j].total,
+            memory_bytes=partition.memory[j].total,
             memory_limit_bytes=task.fleet[cluster.members[j]].memory_bytes,
-            seconds=found.stage_seconds[j],
-            busy=found.stage_seconds[j] / found.interval_s,
-            line_used=found.line_seconds[j].interval_s / found.interval_s,
-            in_flight=found.depths[j],
+            seconds=partition.stage_seconds[j],
+            busy=partition.stage_seconds[j] / partition.interval_s,
+            line_used=partition.line_seconds[j].interval_s / partition.interval_s,
+            in_flight=partition.depths[j],
             staleness=delays[j],
             link=_link_content(task, cluster, j) if j + 1 < len(cluster.members) else None,
         )
 
 
 def _link_content(task: Task, cluster: ClusterPlan, j: int) -> PlannedLink:
-    found = cluster.partition
-    link, cut = found.link_seconds[j], found.cuts[j]
+    partition = cluster.partition
+    link, cut = partition.link_seconds[j], partition.cuts[j]
     return PlannedLink(
         to=cluster.members[j + 1],
         forward_bytes=task.chain.forward_bytes[cut],
         backward_bytes=task.chain.backward_bytes[cut],
         seconds=link.forward_s + link.latency_s,
-        used=link.interval_s / found.interval_s,
+        used=link.interval_s / partition.interval_s,
     )
 
 
-_MANY_NODES = 24  # beyond, a cluster is one line
+# tables
+
+_MANY_NODES = 24  # with more nodes, a cluster is one line
 _MAX_LINES = 24
 _MAX_NAMES = 8
 _MAX_EVENTS = 6
 
 
 def plan_page(report: PlanReport) -> RenderableType:
-    """The whole plan, for a terminal."""
+    """Return the whole plan for a terminal."""
     parts: list[RenderableType] = []
     if sum(len(cluster.stages) for cluster in report.clusters) > _MANY_NODES:
         parts.append(_many_clusters(report.clusters))
@@ -248,7 +250,7 @@ def _link(link: PlannedLink) -> str:
 
 
 def _many_clusters(clusters: Sequence[ClusterReport]) -> Table:
-    """A line per kind of cluster; clusters that differ only in names share one."""
+    """Return a table with a line per kind of cluster; clusters that differ only in names share one."""
     table = Table(title=f"{len(clusters)} clusters", title_justify="left", expand=True)
     for name in ("clusters", "nodes", "samples/s each", "fullest memory", "in flight", "late", "what limits it"):
         table.add_column(name, justify="left" if name == "what limits it" else "right")
@@ -315,8 +317,8 @@ def _simulated(report: SimulationReport) -> Iterator[tuple[str, str]]:
     late = ", ".join(f"{late}: {count:,}" for late, count in report.staleness.items())
     yield (
         f"simulated {format_seconds(report.duration_s)}",
-        f"{_rate(report.samples_per_s)}, with full pipes {_rate(report.steady_samples_per_s)}{bubble}; gradients by "
-        f"updates late {late}; microbatches: {report.microbatches_trained:,} trained, "
+        f"{_rate(report.samples_per_s)}, with full pipelines {_rate(report.steady_samples_per_s)}{bubble}; "
+        f"gradients by updates late {late}; microbatches: {report.microbatches_trained:,} trained, "
         f"{report.microbatches_lost:,} lost, {report.microbatches_repeated:,} of them repeated"
         f"{'' if report.happenings else '; no failures'}",
     )
@@ -337,7 +339,7 @@ def _averaging(report: PlanReport) -> str:
 
 
 def _by_reason(idle: Iterable[IdleMachine]) -> Iterator[tuple[str, str]]:
-    """Each reason with the machines that it applies to."""
+    """Yield each reason with the machines that it applies to."""
     by_reason: dict[str, list[str]] = {}
     for machine in idle:
         by_reason.setdefault(machine.reason, []).append(machine.name)

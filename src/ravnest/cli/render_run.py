@@ -1,4 +1,4 @@
-"""Progress and summary of a run: a live table on a terminal, plain lines elsewhere."""
+"""Renders the progress and the summary of a run: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ravnest.run.job import Run
 from ravnest.run.metrics import Progress, ProgressView
 from ravnest.run.plan import PipelinePlan
 
-__all__ = ["show_on", "summary"]
+__all__ = ["progress_view", "summary"]
 
 _REFRESH_S = 2.0
 
 
-def show_on(console: Console, steps: int | None) -> ProgressView:
-    """The progress view for a console."""
+def progress_view(console: Console, steps: int | None) -> ProgressView:
+    """Return the progress view for a console."""
     return LiveView(console, steps) if console.is_terminal else PlainView(console)
 
 
@@ -48,7 +48,7 @@ def invite(console: Console, ticket: str) -> None:
 
 
 class _Rates:
-    """Bubble of each stage since the previous call."""
+    """Computes the bubble of each stage since the previous call."""
 
     def __init__(self) -> None:
         self._before: dict[int, StageMetrics] = {}
@@ -67,7 +67,7 @@ def _line(progress: Progress) -> str:
 
 
 class PlainView(ProgressView):
-    """A line every few seconds, for logs."""
+    """Prints a line every two seconds, for logs."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._rates, self._next = console, _Rates(), 0.0
@@ -79,8 +79,8 @@ class PlainView(ProgressView):
     def invited(self, ticket: str) -> None:
         invite(self._console, ticket)
 
-    def told(self, sentence: str) -> None:
-        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, progress: Progress) -> None:
         self._last = progress
@@ -103,7 +103,7 @@ class PlainView(ProgressView):
 
 
 class LiveView(ProgressView):
-    """A live table of the stages, and a progress bar."""
+    """Shows a live table of the stages and a progress bar."""
 
     def __init__(self, console: Console, steps: int | None) -> None:
         self._console, self._rates = console, _Rates()
@@ -124,8 +124,8 @@ class LiveView(ProgressView):
     def invited(self, ticket: str) -> None:
         invite(self._console, ticket)
 
-    def told(self, sentence: str) -> None:
-        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, progress: Progress) -> None:
         self._bar.update(self._task, completed=progress.step)
@@ -157,7 +157,7 @@ class LiveView(ProgressView):
 
 
 def summary(run: Run) -> Table:
-    """Totals of a finished run, stage by stage."""
+    """Return the totals of a finished run, by stage."""
     title = "no step was finished"
     if run.losses:
         title = f"{len(run.losses)} steps, final loss {run.losses[-1]:.4f}, {run.samples_per_s:.1f} samples/s"

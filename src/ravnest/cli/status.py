@@ -73,7 +73,7 @@ def _watch(target: CoordinatorTarget, console: Console) -> None:
 
 
 def status_page(status: RunStatus) -> Group:
-    """The whole status, for a terminal."""
+    """Return the whole status for a terminal."""
     parts: list[RenderableType] = [_headline(status), _nodes(status)]
     parts += [_cluster(cluster) for cluster in status.clusters if cluster.phase in ("forming", "training")]
     parts += [
@@ -105,7 +105,7 @@ def _nodes(status: RunStatus) -> Table:
                 format_bytes(profile.memory_bytes), f"{profile.gflops:.1f}", format_rate(profile.up_bytes_per_s),
                 format_rate(profile.down_bytes_per_s), format_seconds(profile.latency_s),
             )),
-            "\n".join(f"{link.peer}: {link.how}" for link in node.links),
+            "\n".join(f"{link.peer}: {link.kind}" for link in node.links),
             "" if node.last_seen_age_s is None else f"{format_seconds(node.last_seen_age_s)} ago",
             "\n".join([node.activity or node.reason, *_replicas(node)]),
         )  # fmt: skip
@@ -113,9 +113,12 @@ def _nodes(status: RunStatus) -> Table:
 
 
 def _replicas(node: NodeStatus) -> list[str]:
-    """The newest replicas of other stages that the node stores."""
-    others = [one for one in node.replicas if (one.cluster, one.stage) != (node.cluster, node.stage)]
-    return [f"replica of {one.cluster} stage {one.stage}, {format_seconds(one.age_s)} old" for one in others[-2:]]
+    """Return the newest replicas of other stages that the node stores."""
+    others = [replica for replica in node.replicas if (replica.cluster, replica.stage) != (node.cluster, node.stage)]
+    return [
+        f"replica of {replica.cluster} stage {replica.stage}, {format_seconds(replica.age_s)} old"
+        for replica in others[-2:]
+    ]
 
 
 def _place(node: NodeStatus) -> str:

@@ -1,4 +1,4 @@
-"""Connections of commands to a coordinator: by a ticket, which may read the status, or by its directory.
+"""Connects commands to a coordinator: by a ticket, which may read the status, or by its directory.
 
 A ticket has the fingerprint of the coordinator's authority and a token. The coordinator's directory has the
 requester's certificate, which only this user can read, and the address that the coordinator listens at.
@@ -41,7 +41,7 @@ class CoordinatorTarget:
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
-        """A client of the first address that answers."""
+        """Yield a client of the first address that answers."""
         if self.socket is not None:
             async with LocalClient(self.socket, REQUESTER) as client:
                 yield client
@@ -66,7 +66,7 @@ class CoordinatorTarget:
 
 
 def find_target(text: str | None) -> CoordinatorTarget:
-    """The coordinator of a ticket, of its own directory or of a run's; for None, the only one that runs here."""
+    """Return the coordinator of a ticket, of a run's directory or of its own; for None, the only one of this user."""
     if text is not None and text.strip().lower().startswith("rav"):
         ticket = Ticket.parse(text)
         return CoordinatorTarget(ticket.addresses, ticket, headers={"Authorization": f"Bearer {ticket.token}"})
@@ -74,7 +74,7 @@ def find_target(text: str | None) -> CoordinatorTarget:
 
 
 def _coordinator_directory(path: Path) -> Path:
-    """`path` itself, or the directory that a run's `coordinator.txt` names."""
+    """Return `path` itself, or the directory in the `coordinator.txt` of a run."""
     pointer = path / "coordinator.txt"
     if pointer.is_file():
         return Path(pointer.read_text().strip())
@@ -88,8 +88,8 @@ def _only_running() -> Path:
     if len(running) == 1:
         return running[0]
     if not running:
-        raise ValueError("no coordinator of this user runs here: give a ticket, or the directory of a run")
-    raise ValueError(f"several coordinators run here: give one of {', '.join(map(str, running))}")
+        raise ValueError("no coordinator of this user is running here: give a ticket, or the directory of a run")
+    raise ValueError(f"several coordinators are running here: give one of {', '.join(map(str, running))}")
 
 
 def _in_directory(directory: Path) -> CoordinatorTarget:
@@ -109,18 +109,18 @@ async def get_status(target: CoordinatorTarget) -> RunStatus:
             async for chunk in response.content.iter_any():
                 answer += chunk
                 if len(answer) > _MAX_STATUS_BYTES:
-                    raise LinkError(f"the coordinator's status is over {_MAX_STATUS_BYTES} bytes")
+                    raise LinkError(f"the coordinator's status is longer than {_MAX_STATUS_BYTES} bytes")
     try:
         return msgspec.json.decode(bytes(answer), type=RunStatus)
     except ValueError as error:
-        raise LinkError(f"the coordinator's status cannot be read: {error}") from error
+        raise LinkError(f"could not decode the coordinator's status: {error}") from error
 
 
 def post_as_requester(run: Path | None, path: str, body: dict[str, object]) -> bytes:
-    """Send a request that only the requester may make; `run` is as for `find_target`, but no ticket."""
+    """Send a request that needs the requester's certificate, which is in the coordinator's directory."""
     target = find_target(None if run is None else str(run))
     if target.folder is None:
-        raise ValueError("give the directory of the run or of its coordinator, on the machine where it runs: no ticket")
+        raise ValueError("a ticket is not enough: give the directory of the run, on the machine where it runs")
 
     async def post() -> bytes:
         async with target.connect() as client:

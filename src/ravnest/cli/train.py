@@ -56,13 +56,13 @@ def train(
 
 def run_job(file: JobFile, changes: dict[str, Any]) -> None:
     """Train with these fields of the configuration changed; show the progress and a summary."""
-    from ravnest.cli.render_run import show_on, summary
+    from ravnest.cli.render_run import progress_view, summary
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a log has room for the tables
     steps = changes.get("steps", file.job.config.steps)
-    run = file.job.train(show=show_on(console, steps), **changes)
+    run = file.job.train(show=progress_view(console, steps), **changes)
     console.print(summary(run))
     for evaluation in run.evaluations[-1:]:
         metrics = "  ".join(f"{name} {value:.4f}" for name, value in evaluation.items() if name != "step")

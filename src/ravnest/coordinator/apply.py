@@ -70,9 +70,9 @@ def apply(state: CoordinatorState, event: Event) -> None:
             _kick(state, event)
         case on.NodeConnected():
             _connect(state, event)
-        case on.NodeAddressChanged(name=name, peer_addresses=where):
+        case on.NodeAddressChanged(name=name, peer_addresses=addresses):
             if name in state.nodes:
-                state.nodes[name].peer_addresses = where
+                state.nodes[name].peer_addresses = addresses
         case on.NodeLost():
             _remove(state, event)
         case on.NodeQuarantined(at_s=at_s, name=name, reason=reason):
@@ -82,11 +82,11 @@ def apply(state: CoordinatorState, event: Event) -> None:
         case on.NodeLeaving(at_s=at_s, name=name, reason=reason):
             if name in state.nodes:
                 state.nodes[name].leaving_s, state.nodes[name].reason = at_s, reason
-        case on.NodeSpeedEstimated(name=name, speed_factor=share):
+        case on.NodeSpeedEstimated(name=name, speed_factor=factor):
             if name in state.nodes:
-                state.nodes[name].speed_factor, state.has_new_speeds = share, True
-        case on.FleetSpeedEstimated(speed_factor=share):
-            state.fleet_speed_factor, state.has_new_speeds = share, True
+                state.nodes[name].speed_factor, state.has_new_speeds = factor, True
+        case on.FleetSpeedEstimated(speed_factor=factor):
+            state.fleet_speed_factor, state.has_new_speeds = factor, True
         case on.PlanCreated():
             _plan(state, event)
         case on.PlanFailed(nodes=nodes, reason=reason):
@@ -98,9 +98,9 @@ def apply(state: CoordinatorState, event: Event) -> None:
             _ready(state, event)
         case on.NodeReleased():
             _release(state, event)
-        case on.ReplicaRecorded(at_s=at_s, name=name, replica=copy, took_s=took_s):
-            if name in state.nodes and copy.cluster in state.cuts:
-                state.nodes[name].add_replica(ReplicaRecord(copy, at_s, took_s))
+        case on.ReplicaRecorded(at_s=at_s, name=name, replica=replica, took_s=took_s):
+            if name in state.nodes and replica.cluster in state.cuts:
+                state.nodes[name].add_replica(ReplicaRecord(replica, at_s, took_s))
         case on.ClusterEnded():
             _end(state, event)
         case on.ReplanConsidered(at_s=at_s, nodes=nodes):
@@ -287,7 +287,7 @@ def _link(state: CoordinatorState, event: on.LinkEstablished) -> None:
     cluster = state.clusters.get(event.cluster)
     known = (*cluster.plan.members, COORDINATOR, *state.ring_members) if cluster is not None else ()
     if cluster is not None and event.node in cluster.plan.members and event.peer in known:
-        cluster.links[event.node, event.peer] = LinkRecord(event.how, event.reason, event.hint)
+        cluster.links[event.node, event.peer] = LinkRecord(event.kind, event.reason, event.hint)
 
 
 def _ready(state: CoordinatorState, event: on.NodeReady) -> None:

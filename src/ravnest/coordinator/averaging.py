@@ -39,9 +39,9 @@ from ravnest.protocol.commands import (
     AverageReady,
     AveragingFailed,
     AveragingStarted,
+    Command,
     CommitAverage,
     FormRings,
-    Order,
     RingPosition,
     RingsReady,
     StartAveraging,
@@ -79,7 +79,7 @@ class AveragingService:
         )
 
     def tick(self) -> None:
-        """Carry out what is due."""
+        """Carry out the decisions that are due."""
         context = self._context
         for decision in decide_round(context.state, context.now_s(), self.policy, is_final=self.is_final):
             match decision:
@@ -88,7 +88,7 @@ class AveragingService:
                         self._forming_rings = asyncio.get_running_loop().create_task(self._form_rings(clusters, reason))
                 case StartRound(number=number, attempt=attempt, weights=weights, reason=reason):
                     context.record(RoundStarted(context.now_s(), number, attempt, weights, reason))
-                    self._send_to_participants(self._start_order())
+                    self._send_to_participants(self._start_command())
                 case CommitRound(number=number, attempt=attempt):
                     assert context.state.round is not None
                     took_s = context.now_s() - context.state.round.started_s
@@ -134,15 +134,15 @@ class AveragingService:
                 if name in shape.members
             )
             peers = tuple(
-                Peer(name=other, where=context.state.nodes[other].peer_addresses, relay_token=token)
+                Peer(name=other, addresses=context.state.nodes[other].peer_addresses, relay_token=token)
                 for pair, token in pairs.items()
                 if name in pair
                 for other in pair
                 if other != name
             )
-            context.running.send_order(name, FormRings(generation, positions, peers))
+            context.running.send_command(name, FormRings(generation, positions, peers))
 
-    def _start_order(self) -> StartAveraging:
+    def _start_command(self) -> StartAveraging:
         state = self._context.state
         assert state.rings is not None
         assert state.round is not None
@@ -172,17 +172,17 @@ class AveragingService:
         rate, last = self._context.state.nodes[name].profile.up_bytes_per_s, self.latest_averages.get(name)
         return LineLoad(rate) if last is None else LineLoad(rate, float(max(last.sent_bytes + last.saved_bytes, 0)))
 
-    def _send_to_participants(self, order: Order) -> None:
+    def _send_to_participants(self, command: Command) -> None:
         state = self._context.state
         assert state.round is not None
         for cluster in state.round.weights:
             for name in _nodes_of(state, cluster):
-                self._context.running.send_order(name, order)
+                self._context.running.send_command(name, command)
 
-    def _send_to_rings(self, order: Order) -> None:
+    def _send_to_rings(self, command: Command) -> None:
         state = self._context.state
         for name in state.ring_members:
-            self._context.running.send_order(name, order)
+            self._context.running.send_command(name, command)
 
     def handle_report(self, name: str, report: AveragingReport) -> None:
         """Record a report of rings and rounds."""

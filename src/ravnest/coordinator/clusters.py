@@ -1,4 +1,4 @@
-"""Runs clusters: starts and ends them, leases batches to them, and sends orders to their members.
+"""Runs clusters: starts and ends them, leases batches to them, and sends commands to their members.
 
 A cluster can be retired: it gets no further batches, and ends when it has trained those it has. Its members then form
 another cluster, which continues from their state; no batch is trained twice.
@@ -26,7 +26,7 @@ from ravnest.coordinator.policy.replication import RestorePlan
 from ravnest.coordinator.requester import Microbatch, StageFiles
 from ravnest.core.metrics import StageMetrics
 from ravnest.errors import FrameError
-from ravnest.protocol.commands import EndAfter, Order, SaveState
+from ravnest.protocol.commands import Command, EndAfter, SaveState
 from ravnest.protocol.control import Assignment, DesiredAssignment, ReplicaSource, StageCommand
 from ravnest.protocol.peer import Peer
 from ravnest.protocol.pipeline import feed_purpose
@@ -38,7 +38,7 @@ _RETIRE_TIMEOUT_S = 30.0  # for a retired cluster to train the batches it has
 
 
 class ActiveCluster:
-    """A forming or training cluster: its assignments, its feed, its orders and its metrics.
+    """A forming or training cluster: its assignments, its feed, its commands and its metrics.
 
     Calls `lease` for the next batch and its microbatches, `settle` when a batch is trained, and `fail` with the
     members at fault when the cluster cannot continue.
@@ -57,13 +57,13 @@ class ActiveCluster:
         self.id, self.generation = plan.id, plan.generation
         self.is_training = False
         self.is_over = False
-        self.retire_reason: str | None = None  # set: it gets no further batches
+        self.retire_reason: str | None = None  # if set, the cluster gets no further batches
         self.retired_s = 0.0
         self.relay_tokens: list[str] = []
         self.max_weights_bytes: list[int] = []
         self.metrics: dict[int, StageMetrics] = {}
-        self.orders: list[Order] = []
-        self._own_orders: dict[str, list[Order]] = {}  # of one member alone
+        self.commands: list[Command] = []  # to all members
+        self._member_commands: dict[str, list[Command]] = {}  # to one member
         self._lease, self._settle, self._fail = lease, settle, fail
         self._feed: FeedConnection | None = None
 
@@ -80,26 +80,27 @@ class ActiveCluster:
         first, stages = self.plan.first_update, range(len(self.assignments))
         return min(self.metrics[i].updates if i in self.metrics else first for i in stages)
 
-    def orders_for(self, name: str) -> list[StageCommand]:
-        """All valid orders of a member, to repeat them when it reconnects."""
-        return [StageCommand(self.generation, order) for order in (*self.orders, *self._own_orders.get(name, ()))]
+    def commands_for(self, name: str) -> list[StageCommand]:
+        """All valid commands to a member, to repeat them when it reconnects."""
+        commands = (*self.commands, *self._member_commands.get(name, ()))
+        return [StageCommand(self.generation, command) for command in commands]
 
-    def order_member(self, name: str, order: Order) -> StageCommand:
-        """Add an order for one member."""
-        older = self._own_orders.get(name, [])
-        self._own_orders[name] = [o for o in older if type(o) is not type(order)] + [order]
-        return StageCommand(self.generation, order)
+    def command_member(self, name: str, command: Command) -> StageCommand:
+        """Add a command to one member; it replaces an older one of its type."""
+        older = self._member_commands.get(name, [])
+        self._member_commands[name] = [c for c in older if type(c) is not type(command)] + [command]
+        return StageCommand(self.generation, command)
 
     def end_after(self, updates: int) -> StageCommand:
-        return self.order(EndAfter(updates))
+        return self.command_all(EndAfter(updates))
 
     def save(self) -> StageCommand:
-        return self.order(SaveState())
+        return self.command_all(SaveState())
 
-    def order(self, order: Order) -> StageCommand:
-        """Add an order for all members; it replaces an older one of its type."""
-        self.orders = [o for o in self.orders if type(o) is not type(order)] + [order]
-        return StageCommand(self.generation, order)
+    def command_all(self, command: Command) -> StageCommand:
+        """Add a command to all members; it replaces an older one of its type."""
+        self.commands = [c for c in self.commands if type(c) is not type(command)] + [command]
+        return StageCommand(self.generation, command)
 
     def start(self) -> None:
         """Start training: all members are ready."""
@@ -215,16 +216,16 @@ class ClusterService:
         names = cluster.members
 
         def peer(stage: int, token: str) -> Peer:
-            return Peer(name=names[stage], where=nodes[names[stage]].peer_addresses, relay_token=token)
+            return Peer(name=names[stage], addresses=nodes[names[stage]].peer_addresses, relay_token=token)
 
         return [
             Assignment(
                 generation=cluster.generation, cluster=cluster.id, stage=i, count=len(names),
-                file=blobs.put(files.file), brief=blobs.put(files.brief),
+                file=blobs.put(files.file), config=blobs.put(files.config),
                 weights=None if files.weights is None else blobs.put(files.weights),
                 before=peer(i - 1, tokens[i - 1]) if i else None,
                 after=peer(i + 1, tokens[i]) if i + 1 < len(names) else None,
-                begin=cluster.first_update, sources=sources[i], states=tuple(map(blobs.put, files.states)),
+                first_update=cluster.first_update, sources=sources[i], states=tuple(map(blobs.put, files.states)),
             )
             for i, files in enumerate(prepared.files)
         ]  # fmt: skip
@@ -245,7 +246,7 @@ class ClusterService:
         for token in active.relay_tokens:
             context.relay.close(token)
         for assignment in active.assignments:
-            for blob in (assignment.file, assignment.brief, assignment.weights, *assignment.states):
+            for blob in (assignment.file, assignment.config, assignment.weights, *assignment.states):
                 if blob is not None:
                     context.blobs.drop(blob)
         for batch in sorted(context.state.leases.outstanding_of(cluster)):
@@ -305,7 +306,7 @@ class ClusterService:
             raise FrameError(f"{name} opened a second feed while its cluster is being fed")
         return active
 
-    # orders
+    # commands
 
     def send_assignment(self, name: str) -> None:
         active = self.cluster_of(name)
@@ -313,13 +314,13 @@ class ClusterService:
             self._context.send(name, DesiredAssignment(None, self._context.state.idle_reason(name)))
             return
         self._context.send(name, DesiredAssignment(active.assignment_of(name), active.plan.reason))
-        for command in active.orders_for(name):
+        for command in active.commands_for(name):
             self._context.send(name, command)
 
-    def send_order(self, name: str, order: Order) -> None:
-        """Send an order to one member, and again when it reconnects."""
+    def send_command(self, name: str, command: Command) -> None:
+        """Send a command to one member, and again when it reconnects."""
         if (active := self.cluster_of(name)) is not None:
-            self._context.send(name, active.order_member(name, order))
+            self._context.send(name, active.command_member(name, command))
 
     def _send_to_all(self, active: ActiveCluster, command: StageCommand) -> None:
         for name in active.plan.members:
@@ -350,7 +351,7 @@ class ClusterService:
     def checkpoint(self, cluster: str, at: int, *, whole: bool) -> None:
         """Have each stage upload its whole state after `at` updates."""
         if (active := self.clusters.get(cluster)) is not None:
-            self._send_to_all(active, active.order(SaveState(state="whole" if whole else "light", at=at)))
+            self._send_to_all(active, active.command_all(SaveState(state="whole" if whole else "light", at=at)))
 
     def save_weights(self, cluster: str) -> None:
         """Have each stage upload its weights."""

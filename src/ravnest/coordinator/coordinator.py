@@ -2,13 +2,12 @@
 
 Every change is an event, which is applied to the state and persisted. Everything runs in one asyncio loop. Services do
 the work: `ClusterService` for running clusters, `PlanningService` for plans, `AveragingService` for averages,
-`ReplicationService` for replicas, and `ResumeService` for clusters that an earlier process left.
+`ReplicationService` for replicas, and `ResumeService` for clusters of an earlier process.
 
-Ends the clusters that were training when this coordinator was stopped, and counts what they trained without it.
-
-Such a cluster trains the batches it has; then each member stores the state of its stage. The replica of the first stage
-tells how many steps were trained: these leases are settled, the others are returned. A cluster ends when all its
-members have reconnected and released their stages, or after `_TIMEOUT_S`.
+A cluster that was training when the coordinator stopped trains the batches it has; then each member stores the state of
+its stage. The updates in the replica of the first stage are the steps that were trained: their leases are settled, the
+others are returned. Such a cluster ends when all its members have reconnected and released their stages, or after
+`_RESUME_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -94,12 +93,12 @@ from ravnest.transport.p2p.relay_server import RelayServer, RelayServerConfig
 
 __all__ = ["Coordinator"]
 
-_TIMEOUT_S = 45.0
-_REASON = "the coordinator was restarted"
+_RESUME_TIMEOUT_S = 45.0
+_RESTARTED = "the coordinator was restarted"
 
 
 class ResumeService:
-    """Runs in the coordinator's loop until all such clusters have ended; calls `on_ended` for each."""
+    """Ends the clusters that were training when the coordinator stopped; calls `on_ended` for each."""
 
     def __init__(self, context: CoordinatorContext, on_ended: Callable[[ClusterRecord], None]) -> None:
         self._context, self._on_ended = context, on_ended
@@ -117,7 +116,7 @@ class ResumeService:
 
     def tick(self) -> None:
         """End clusters whose members have all released their stages, or all of them after the timeout."""
-        is_late = self._context.now_s() >= self._start_s + _TIMEOUT_S
+        is_late = self._context.now_s() >= self._start_s + _RESUME_TIMEOUT_S
         for cluster, names in list(self._released.items()):
             if is_late or names.issuperset(self._context.state.clusters[cluster].plan.members):
                 self._end(self._context.state.clusters[cluster])
@@ -130,12 +129,12 @@ class ResumeService:
             context.record(LeaseSettled(now_s, plan.id, batch, samples))
             context.requester.batch_settled(batch)
         for batch in context.state.leases.outstanding_of(plan.id):
-            context.record(LeaseReturned(now_s, plan.id, batch, _REASON))
-        context.record(ClusterEnded(now_s, plan.id, _REASON, is_lost=True))
+            context.record(LeaseReturned(now_s, plan.id, batch, _RESTARTED))
+        context.record(ClusterEnded(now_s, plan.id, _RESTARTED, is_lost=True))
         self._on_ended(cluster)
 
     def _steps_trained(self, cluster: ClusterRecord) -> int:
-        """According to the first stage's own replica; no other node is trusted with it."""
+        """Updates in the first stage's own replica; reports of other nodes are not trusted."""
         held = self._context.state.nodes[cluster.plan.members[0]].replicas
         own = [one.replica.updates for one in held if (one.replica.cluster, one.replica.stage) == (cluster.plan.id, 0)]
         return max(own, default=0)
@@ -193,7 +192,7 @@ class Coordinator:
     def send(self, name: str, message: FromCoordinator) -> None:
         """Send a message to a node, if it is connected."""
         if (session := self.sessions.get(name)) is not None:
-            session.tell(message)
+            session.send(message)
 
     # decisions
 
@@ -203,7 +202,7 @@ class Coordinator:
         while True:
             self._wake.clear()
             now_s = self.now_s()  # one time for both calls: a decision due in between would be missed
-            if now_s > last_tick_s + self.heartbeat_s:  # this process stood still or the PC slept
+            if now_s > last_tick_s + self.heartbeat_s:  # this process was suspended
                 self.state.reset_liveness(now_s)
             last_tick_s = now_s
             self._tick(now_s)
@@ -245,7 +244,7 @@ class Coordinator:
     def resume(self) -> None:
         """Continue a run that was training when the coordinator was stopped."""
         if self.state.round is not None:
-            self.record(RoundClosed(self.now_s(), self.state.round.number, "the coordinator was restarted"))
+            self.record(RoundClosed(self.now_s(), self.state.round.number, _RESTARTED))
         self._resuming = ResumeService(self, self._resumed_cluster_ended)
         leases = self.state.leases
         trained, waiting = leases.counts.settled, len(leases.unsettled)
@@ -265,20 +264,22 @@ class Coordinator:
 
     def handle_hello(self, session: Session, hello: Hello) -> None:
         name, now_s = session.name, self.now_s()
-        _check_addresses(hello.where)
+        _check_addresses(hello.addresses)
         previous = self.sessions.pop(name, None)
         if previous is not None:
             self.note(f"{name} reconnected from {session.address}: its connection from {previous.address} is closed")
-            previous.dismiss("a newer connection of this node replaced this one", again=False)
+            previous.disconnect("a newer connection of this node replaced this one", may_reconnect=False)
         self.sessions[name] = session
         active = self.running.cluster_of(name)
-        if active is not None and active.is_training and hello.holding != active.generation:
+        if active is not None and active.is_training and hello.held_generation != active.generation:
             self.running.fail_cluster(active, f"{name} reconnected without its stage")
         self.record(
-            NodeConnected(now_s, name, hello.profile, hello.where, session.address, hello.holding, hello.copies)
+            NodeConnected(
+                now_s, name, hello.profile, hello.addresses, session.address, hello.held_generation, hello.replicas
+            )
         )
         self.state.mark_seen(name, now_s, "")
-        session.tell(Welcome(run=self.state.run, beat_s=self.heartbeat_s))
+        session.send(Welcome(run=self.state.run, heartbeat_s=self.heartbeat_s))
         self.running.send_assignment(name)
 
     def handle_disconnect(self, session: Session, reason: str) -> None:
@@ -293,7 +294,7 @@ class Coordinator:
         self._fail_cluster_of(name, f"lost {name}: {reason}")
         session = self.sessions.pop(name, None)
         if session is not None:
-            session.dismiss(reason, again=not is_voluntary)
+            session.disconnect(reason, may_reconnect=not is_voluntary)
 
     def kick(self, name: str, reason: str) -> None:
         """Remove a node for good."""
@@ -302,7 +303,7 @@ class Coordinator:
         self._fail_cluster_of(name, f"{name} was kicked: {reason}")
         session = self.sessions.pop(name, None)
         if session is not None:
-            session.dismiss(f"the requester has removed this node: {reason}", again=False)
+            session.disconnect(f"the requester has removed this node: {reason}", may_reconnect=False)
 
     def quarantine(self, cluster: str, stage: int, reason: str) -> None:
         """Quarantine the node of a stage that sent invalid values, and fail its cluster."""
@@ -328,9 +329,9 @@ class Coordinator:
         name = session.name
         if self.sessions.get(name) is not session:
             raise FrameError("a newer connection of this node replaced this one")
-        self.state.mark_seen(name, self.now_s(), message.doing[:200] if isinstance(message, Heartbeat) else None)
+        self.state.mark_seen(name, self.now_s(), message.activity[:200] if isinstance(message, Heartbeat) else None)
         match message:
-            case AddressChanged(where=addresses):
+            case AddressChanged(addresses=addresses):
                 _check_addresses(addresses)
                 if addresses != self.state.nodes[name].peer_addresses:
                     self.record(NodeAddressChanged(self.now_s(), name, addresses))
@@ -340,7 +341,7 @@ class Coordinator:
                     self._handle_report(name, active, message)
                 elif active is None:
                     self._handle_late_report(name, message)
-            case AssignmentReleased(generation=generation, copy=replica):
+            case AssignmentReleased(generation=generation, replica=replica):
                 self.record(NodeReleased(self.now_s(), name, generation, replica))
                 if self._resuming:
                     self._resuming.handle_release(name, generation)
@@ -349,7 +350,7 @@ class Coordinator:
             case LeaveRequest(reason=reason):
                 self._handle_leave(name, reason[:200] or "no reason given")
             case Hello():
-                raise FrameError("it sent a second hello")
+                raise FrameError("expected one hello per session, got a second one")
 
     def _handle_report(self, name: str, active: ActiveCluster, message: StageReport) -> None:
         stage = active.stage_of(name)
@@ -394,12 +395,12 @@ class Coordinator:
 
     def _handle_link(self, active: ActiveCluster, name: str, message: LinkReport) -> None:
         if message.peer not in (*active.plan.members, COORDINATOR) and message.peer not in self.state.ring_members:
-            raise FrameError("it reported a link to a node outside its cluster and rings")
+            raise FrameError("the node reported a link to a node outside its cluster and rings")
         link = LinkEstablished(
-            self.now_s(), active.id, name, message.peer, message.how[:20], message.reason[:500], message.hint[:500]
+            self.now_s(), active.id, name, message.peer, message.kind[:20], message.reason[:500], message.hint[:500]
         )
         known = self.state.clusters[active.id].links.get((name, message.peer))
-        if known != LinkRecord(link.how, link.reason, link.hint):  # else it is repeated
+        if known != LinkRecord(link.kind, link.reason, link.hint):  # else it is repeated
             self.record(link)
 
 

@@ -103,9 +103,9 @@ def _describe_cluster_event(event: _ClusterEvent) -> str | None:
             return f"plan {generation}, computed in {took_s:.2g} s: {made}{_because(reason)}"
         case on.PlanFailed(reason=reason, nodes=nodes):
             return f"no plan for {', '.join(nodes)}: {reason}"
-        case on.LinkEstablished(cluster=cluster, node=node, peer=peer, how=how, reason=reason, hint=hint):
+        case on.LinkEstablished(cluster=cluster, node=node, peer=peer, kind=kind, reason=reason, hint=hint):
             advice = f"; {hint}" if hint else ""
-            return f"cluster {cluster}: {node} has a {how} link to {peer}{_because(reason)}{advice}"
+            return f"cluster {cluster}: {node} has a {kind} link to {peer}{_because(reason)}{advice}"
         case on.NodeReady(cluster=cluster, name=name):
             return f"cluster {cluster}: {name} is ready"
         case on.ReplanConsidered(ending_clusters=ending, reason=reason):

@@ -1,6 +1,6 @@
 """Events of a coordinator, as frozen tagged structs: its state is the result of applying them in order (`apply`).
 
-An event states what happened; `policy` decides what to do about it. `at_s` is unix time of the coordinator's clock,
+An event states a fact; `policy` decides about the consequences. `at_s` is unix time of the coordinator's clock,
 read once when the event is created. Clocks of nodes are never used.
 """
 
@@ -80,7 +80,7 @@ class ClusterSpec(Record, frozen=True, kw_only=True):
 
 
 class IdleNode(Record, frozen=True):
-    """A node without an assignment, and why."""
+    """A node without an assignment, and the reason."""
 
     name: str
     reason: str
@@ -171,7 +171,7 @@ class NodeLeaving(_Event, frozen=True):
 
 
 class NodeQuarantined(_Event, frozen=True):
-    """The stage of a node failed: the node is left out of plans for a while."""
+    """The stage of a node failed: no plan uses the node for a while."""
 
     name: str
     reason: str
@@ -204,7 +204,7 @@ class ConnectionRejected(_Event, frozen=True):
 
 
 class PlanCreated(_Event, frozen=True):
-    """New clusters of free nodes, and why the other free nodes have no assignment."""
+    """New clusters of free nodes, and the other free nodes with the reasons why they have no assignment."""
 
     generation: int
     clusters: tuple[ClusterSpec, ...]
@@ -222,12 +222,12 @@ class PlanFailed(_Event, frozen=True):
 
 
 class LinkEstablished(_Event, frozen=True):
-    """A node has a link to a peer: its kind, why it is not a better one, and how to improve it."""
+    """A node has a link to a peer: its kind, the reason why it is not a better one, and a hint to improve it."""
 
     cluster: str
     node: str
     peer: str
-    how: str
+    kind: str
     reason: str
     hint: str
 

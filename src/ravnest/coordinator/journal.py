@@ -42,7 +42,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """A whole state (`apply.snapshot`), which replaces all records before it."""
 
     state: bytes
-    version: int = 1  # which did not write this field
+    version: int = 1  # format 1 did not have this field
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -75,15 +75,15 @@ def _apply_all(data: bytes, path: Path) -> tuple[CoordinatorState, int, str | No
     """The state after all good records, their size, and the problem of the next record."""
     state, start = CoordinatorState(), 0
     while start < len(data):
-        where = f"the journal record at byte {start} of {len(data)}"
+        position = f"the journal record at byte {start} of {len(data)}"
         if len(data) - start < _HEAD.size:
-            return state, start, f"{where} is incomplete"
+            return state, start, f"{position} is incomplete"
         length, checksum = _HEAD.unpack_from(data, start)
         payload = data[start + _HEAD.size : start + _HEAD.size + length]
         if len(payload) < length:
-            return state, start, f"{where} is incomplete"
+            return state, start, f"{position} is incomplete"
         if crc32(payload) != checksum:
-            return state, start, f"{where} is damaged"
+            return state, start, f"{position} is damaged"
         try:
             record = _decoder.decode(payload)
             if isinstance(record, Snapshot):
@@ -92,7 +92,7 @@ def _apply_all(data: bytes, path: Path) -> tuple[CoordinatorState, int, str | No
             else:
                 apply(state, record)
         except (msgspec.MsgspecError, AssertionError, KeyError) as error:
-            return state, start, f"{where} cannot be applied: {error}"
+            return state, start, f"{position} cannot be applied: {error}"
         start += _HEAD.size + length
     return state, start, None
 

@@ -1,8 +1,8 @@
 """Creates plans, one at a time, and estimates node speeds to find reasons for a replan.
 
 The planner computes for seconds. In a thread of this process it would hold the GIL for most of them, and delay network
-I/O by several milliseconds at every turn. So a task goes to a child process on its standard input, and the plan comes
-back on its standard output, both as MessagePack (`plan_in_subprocess`).
+I/O by several milliseconds each time. So a task is sent to the standard input of a child process, and the plan is read
+from its standard output, both as MessagePack (`plan_in_subprocess`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class PlanningService:
         """Convert stage seconds from planned speeds to the speeds that the members measured."""
         nodes = self._context.state.nodes
         shares = [speeds[name] / nodes[name].profile.gflops for name in cluster.members]
-        seconds = tuple(s * share for s, share in zip(cluster.stage_seconds, shares, strict=False))  # may be unknown
+        seconds = tuple(s * share for s, share in zip(cluster.stage_seconds, shares, strict=False))  # empty if unknown
         return msgspec.structs.replace(cluster, stage_seconds=seconds)
 
     async def _prepare(self, cluster: ClusterSpec) -> PreparedCluster:

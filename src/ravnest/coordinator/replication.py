@@ -60,7 +60,7 @@ class ReplicationService:
             context.send(wanted.target, StoreReplica(number, replica, self._peer(wanted.source, transfer.token)))
 
     def sources(self, members: Sequence[str], restore: RestorePlan) -> list[tuple[ReplicaSource, ...]]:
-        """Sources of state for each member of a new cluster; other nodes are ordered to send their replicas."""
+        """Sources of state for each member of a new cluster; commands other nodes to send their replicas."""
         return [
             tuple(self._source(name, replica) for replica in stage)
             for name, stage in zip(members, restore.stages, strict=True)
@@ -68,9 +68,9 @@ class ReplicationService:
 
     def _source(self, name: str, replica: Replica) -> ReplicaSource:
         if replica.holder == name:
-            return ReplicaSource(copy=replica.info)
+            return ReplicaSource(replica=replica.info)
         number, transfer = self._open(replica.holder, name, replica.info, is_stored=False)
-        return ReplicaSource(copy=replica.info, giver=self._peer(replica.holder, transfer.token), transfer=number)
+        return ReplicaSource(replica=replica.info, source=self._peer(replica.holder, transfer.token), transfer=number)
 
     def handle_report(self, name: str, report: ReplicaStored) -> None:
         """A replica is stored at the target, or a transfer failed at either end."""
@@ -78,12 +78,12 @@ class ReplicationService:
         if transfer is None:
             return
         if name not in (transfer.source, transfer.target):
-            raise FrameError("it reported a transfer of other nodes")
-        if report.copy is not None:
-            got, wanted = report.copy, transfer.replica
+            raise FrameError("the node reported a transfer between other nodes")
+        if report.replica is not None:
+            got, wanted = report.replica, transfer.replica
             is_same = (got.cluster, got.stage) == (wanted.cluster, wanted.stage)
             if not transfer.is_stored or name != transfer.target or not is_same:
-                raise FrameError("it reported a replica other than the one it was sent")
+                raise FrameError("the node reported another replica than the one it was sent")
             now_s = self._context.now_s()
             self._context.record(
                 ReplicaRecorded(now_s, name, transfer.source, got, max(report.num_bytes, 0), now_s - transfer.start_s)
@@ -93,7 +93,7 @@ class ReplicationService:
         self._close(report.transfer)
 
     def _open(self, source: str, target: str, replica: ReplicaInfo, *, is_stored: bool) -> tuple[int, _Transfer]:
-        """Start a transfer: the source is ordered to send."""
+        """Start a transfer: command the source to send."""
         number, token = secrets.randbelow(_NUM_TRANSFER_IDS - 1) + 1, secrets.token_urlsafe(24)
         transfer = _Transfer(source, target, replica, token, self._context.now_s(), is_stored)
         self._context.relay.open(token, (source, target))
@@ -105,7 +105,7 @@ class ReplicationService:
         self._context.relay.close(self._transfers.pop(number).token)
 
     def _peer(self, name: str, token: str) -> Peer:
-        return Peer(name=name, where=self._context.state.nodes[name].peer_addresses, relay_token=token)
+        return Peer(name=name, addresses=self._context.state.nodes[name].peer_addresses, relay_token=token)
 
     def _is_alive(self, transfer: _Transfer) -> bool:
         state = self._context.state

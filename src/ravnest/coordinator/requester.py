@@ -2,8 +2,7 @@
 
 The coordinator knows nodes, clusters and leases, but no models, tensors or weight files; a `Requester` provides those.
 Methods marked "In a thread" may compute for long. All others are called in the coordinator's loop and must be quick.
-
-Files that nodes fetch by digest: stage files in memory, weights on disk, with reference counts.
+`Blobs` holds the files that nodes fetch by digest: stage files in memory, weights on disk.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ravnest.coordinator.events import ClusterSpec, IdleNode
 from ravnest.planner.fleet import Machine
-from ravnest.protocol.commands import Reports
+from ravnest.protocol.commands import Report
 from ravnest.protocol.control import Blob, NodeProfile
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class StageFiles:
     """Files of a stage (see `protocol.control.Assignment`); `max_bytes` limits the weights that it uploads."""
 
     file: bytes
-    brief: bytes
+    config: bytes
     weights: Path | None = None
     max_bytes: int = field(default=1 << 40)
     states: tuple[Path, ...] = ()
@@ -76,7 +75,7 @@ class Requester(Protocol):
         """
 
     def find_better_plan(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
-        """In a thread. Running clusters of these machines to end for a better plan, and why."""
+        """In a thread. Running clusters of these machines to end for a better plan, and the reason."""
 
     def stages(
         self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
@@ -98,7 +97,7 @@ class Requester(Protocol):
     def batch_settled(self, batch: int) -> None:
         """The batch is trained and not needed again."""
 
-    def stage_reported(self, cluster: str, stage: int, report: Reports) -> None:
+    def stage_reported(self, cluster: str, stage: int, report: Report) -> None:
         """A stage sent a report."""
 
     def cluster_ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:
@@ -115,7 +114,7 @@ class Requester(Protocol):
 
 
 class Blobs:
-    """A blob is kept until it has been dropped as often as it was put."""
+    """Files by digest, with reference counts: a blob is kept until it has been dropped as often as it was put."""
 
     def __init__(self) -> None:
         self._contents: dict[str, bytes | Path] = {}

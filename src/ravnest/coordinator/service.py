@@ -2,7 +2,9 @@
 
 The directory is persistent, so that enrolled nodes reconnect by themselves:
 
-    identities (see `certificates`)   journal   address     where it listens, for commands of this user
+    authority/, coordinator/, requester/   identities, see `certificates`
+    journal                                events, see `journal`
+    address                                where the coordinator listens, for commands of this user
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ _MAX_ADDRESSES = 6
 
 @config
 class CoordinatorConfig:
-    """Where it listens and stores its files, and its policies.
+    """Addresses, directory and policies of a coordinator.
 
     `advertise` are the addresses in tickets; by default, those of this machine. `clock` gives unix time; it is read
     once, at the start.
@@ -74,7 +76,7 @@ class CoordinatorConfig:
 
     directory: Path
     host: str = ""
-    port: int | None = 7700  # None: no port, nodes of this host come by `sockets`
+    port: int | None = 7700  # None: only nodes of this host connect, by `sockets`
     sockets: Path | None = None  # a private directory for `local_nodes`, which need no ticket
     local_nodes: tuple[str, ...] = ()
     advertise: tuple[Address, ...] = ()
@@ -88,10 +90,10 @@ class CoordinatorConfig:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        require(self.port is not None or self.sockets is not None, "a coordinator needs a port or a socket directory")
-        require(self.port is None or 0 <= self.port < 2**16, f"{self.port} is not a port: it is up to 65535")
-        require(self.ticket_s > 0, "a ticket must be valid for more than 0 seconds")
-        require(self.ticket_uses is None or self.ticket_uses >= 1, "a ticket has at least one use")
+        require(self.port is not None or self.sockets is not None, "port or sockets must be set")
+        require(self.port is None or 0 <= self.port < 2**16, f"port must be between 0 and 65535, got {self.port}")
+        require(self.ticket_s > 0, f"ticket_s must be > 0, got {self.ticket_s}")
+        require(self.ticket_uses is None or self.ticket_uses >= 1, f"ticket_uses must be >= 1, got {self.ticket_uses}")
 
 
 class CoordinatorServer:
@@ -136,8 +138,8 @@ class CoordinatorServer:
         for problem in problems:
             self.coordinator.note(problem)
         for name in [name for name, node in state.nodes.items() if node.is_present]:
-            gone = NodeLost(self.coordinator.now_s(), name, "the coordinator was restarted", is_voluntary=True)
-            self.coordinator.record(gone)
+            lost = NodeLost(self.coordinator.now_s(), name, "the coordinator was restarted", is_voluntary=True)
+            self.coordinator.record(lost)
         self.is_resumed = resume and state.run == run and state.end_reason is None
         if self.is_resumed:
             self.coordinator.resume()
@@ -197,7 +199,7 @@ class CoordinatorServer:
                 FEED_PROTOCOL: self._new_feed,
             },
             default=web_protocol,
-            config=self._front_config(),
+            config=self._alpn_config(),
         )
         try:
             server = await self._loop.create_server(front, sock=_listen(self.config.host, port))
@@ -241,8 +243,8 @@ class CoordinatorServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for session in list(coordinator.sessions.values()):
-            session.dismiss(reason, again=True)
-        await asyncio.sleep(0.2 if coordinator.sessions else 0)  # goodbyes go out
+            session.disconnect(reason, may_reconnect=True)
+        await asyncio.sleep(0.2 if coordinator.sessions else 0)  # let `Disconnect` messages be sent
         await self._closing.aclose()
         self._journal.flush(sync=True)
         self._journal.close()
@@ -285,7 +287,7 @@ class CoordinatorServer:
         with contextlib.suppress(AttributeError, RuntimeError):  # there is no loop before `open`
             self._loop.call_soon(lambda: self.coordinator.record(NoteAdded(self.coordinator.now_s(), text)))
 
-    def _front_config(self) -> AlpnServerConfig:
+    def _alpn_config(self) -> AlpnServerConfig:
         given = {**vars(self.config.alpn), "on_rejected": self.coordinator.log_rejection}
         return AlpnServerConfig(**given)
 
@@ -302,7 +304,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def own_addresses(host: str, port: int) -> tuple[Address, ...]:
-    """Addresses for tickets: the host we listen on, or all addresses of this machine, loopback last."""
+    """Addresses for tickets: the listening host, or all addresses of this machine, loopback last."""
     if host and not ip_address(host).is_unspecified:
         return ((host, port),)
     found = [

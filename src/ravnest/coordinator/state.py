@@ -11,7 +11,7 @@ import msgspec
 from ravnest.coordinator.event_log import printable
 from ravnest.coordinator.events import ClusterSpec
 from ravnest.coordinator.policy.leases import Leases
-from ravnest.protocol.control import MOST_COPIES, NodeProfile, ReplicaInfo
+from ravnest.protocol.control import MAX_REPLICAS, NodeProfile, ReplicaInfo
 from ravnest.protocol.peer import PeerAddresses
 
 __all__ = [
@@ -70,7 +70,7 @@ class NodeRecord(_Record, kw_only=True):
     """A node that has connected. `reason` explains its present state.
 
     `releasing_s` is when its cluster ended, until it has stored the state of its stage. `speed_factor` is its speed as
-    a multiple of the expected one; `num_losses` counts how often it was lost.
+    a multiple of the expected one; `num_losses` is the number of times that it was lost.
     """
 
     profile: NodeProfile
@@ -110,13 +110,13 @@ class NodeRecord(_Record, kw_only=True):
         """Record a replica; one per stage, and no more than a node stores."""
         stage = (held.replica.cluster, held.replica.stage)
         others = [r for r in self.replicas if (r.replica.cluster, r.replica.stage) != stage]
-        self.replicas = [*others, held][-MOST_COPIES:]
+        self.replicas = [*others, held][-MAX_REPLICAS:]
 
 
 class LinkRecord(_Record):
-    """The kind of a link, why it is not a better one, and how to improve it."""
+    """The kind of a link, the reason why it is not a better one, and a hint to improve it."""
 
-    how: str
+    kind: str
     reason: str
     hint: str = ""
 
@@ -246,7 +246,7 @@ class CoordinatorState(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     failed_clusters: list[str] = []  # ended clusters to be replaced
     replan_considered: set[str] | None = None  # free nodes in the last search for a better plan
     replan_considered_s: float = 0.0
-    fleet_speed_factor: float = 1.0  # speed of all nodes at this job, as a multiple of what they measured
+    fleet_speed_factor: float = 1.0  # speed of all nodes at this job, as a multiple of their measured speed
     has_new_speeds: bool = False  # since the last search for a better plan
     leases: Leases = msgspec.field(default_factory=Leases)
     counters: Counters = msgspec.field(default_factory=Counters)
@@ -262,7 +262,7 @@ class CoordinatorState(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     liveness: Liveness = msgspec.field(default_factory=Liveness)
 
     def mark_seen(self, name: str, now_s: float, activity: str | None = None) -> None:
-        """Note that a node has sent a message, and what it is doing if it said so."""
+        """Note that a node has sent a message, with its current activity if the message states it."""
         known = self.liveness.last_seen.get(name)
         if activity is None:
             activity = known.activity if known is not None else ""
@@ -274,7 +274,7 @@ class CoordinatorState(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         self.liveness.last_seen[name] = LastSeen(last.at_s, last.activity, is_disconnected=True)
 
     def reset_liveness(self, now_s: float) -> None:
-        """Restart the liveness timeout of all present nodes, after this process stood still."""
+        """Restart the liveness timeout of all present nodes, after this process was suspended."""
         for name, node in self.nodes.items():
             if node.is_present:
                 self.mark_seen(name, now_s)

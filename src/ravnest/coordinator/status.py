@@ -1,4 +1,4 @@
-"""Status of a run, as strict JSON: the answer that `ravnest status` prints and a dashboard draws.
+"""Status of a run, as strict JSON, for `ravnest status` and dashboards.
 
 It combines the coordinator's state (`CoordinatorState`) with values of the moment (`RuntimeStatus`). It contains no
 token and no control characters.
@@ -31,10 +31,10 @@ class _Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class LinkStatus(_Status, frozen=True):
-    """A node's link to a peer: direct, punched or relayed, why it is not a better one, and how to improve it."""
+    """A node's link to a peer: its kind, the reason why it is not a better one, and a hint to improve it."""
 
     peer: str
-    how: str
+    kind: str
     reason: str
     hint: str
 
@@ -51,7 +51,7 @@ class ReplicaStatus(_Status, frozen=True):
 class NodeStatus(_Status, frozen=True):
     """A member. `state` is free, forming, training, leaving, quarantined, gone, kicked or enrolled.
 
-    `speed_factor` is its speed as a multiple of what it measured; `last_seen_age_s` the seconds since its last message.
+    `speed_factor` is a multiple of its measured speed; `last_seen_age_s` the seconds since its last message.
     """
 
     name: str
@@ -236,7 +236,7 @@ def _node(state: CoordinatorState, name: str, now_s: float, policy: MembershipPo
 def _node_state(
     node: NodeRecord, cluster: ClusterRecord | None, kicked: str | None, now_s: float, policy: MembershipPolicy
 ) -> tuple[str, str]:
-    """The state of a node, and why."""
+    """The state of a node, and the reason."""
     if kicked is not None:
         return "kicked", kicked
     if not node.is_present:
@@ -254,7 +254,7 @@ def _node_state(
 def _links(name: str, links: Mapping[tuple[str, str], LinkRecord]) -> tuple[LinkStatus, ...]:
     """Links that a node reported."""
     return tuple(
-        LinkStatus(peer=b, how=printable(link.how), reason=printable(link.reason), hint=printable(link.hint))
+        LinkStatus(peer=b, kind=printable(link.kind), reason=printable(link.reason), hint=printable(link.hint))
         for (a, b), link in sorted(links.items(), key=lambda item: item[0])
         if a == name
     )
@@ -279,7 +279,7 @@ def _cluster(state: CoordinatorState, cluster: ClusterRecord, runtime: RuntimeSt
 
 
 def _averaging(reports: Sequence[AverageReady]) -> AveragingStatus | None:
-    """The latest round in these reports. Values come from nodes, and may be anything."""
+    """The latest round in these reports. Values come from nodes and are not trusted."""
     number = max((one.round for one in reports), default=None)
     if number is None:
         return None
@@ -303,7 +303,7 @@ def _stage(cluster: ClusterRecord, stage: int, runtime: RuntimeStatus) -> StageS
         is_ready=name in cluster.ready,
         updates=metrics.updates,
         microbatches=metrics.microbatches,
-        bubble=idle if isfinite(idle) else 0.0,  # reported by a node: may be anything
+        bubble=idle if isfinite(idle) else 0.0,  # reported by a node, and not trusted
         memory_bytes=metrics.memory_bytes,
         peak_memory_bytes=metrics.peak_memory_bytes,
         sent_bytes=metrics.sent_bytes,

@@ -1,1 +1,1 @@
-"""Foundation modules without dependencies on the rest of Ravnest: schedule, metrics, clock, host, ids, units."""
+"""Foundation modules that do not depend on the rest of Ravnest: schedule, metrics, clock, config, host, ids, units."""

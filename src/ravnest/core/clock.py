@@ -1,10 +1,10 @@
-"""Clocks that are passed in, so that decisions can be replayed and tested without waiting, and deadlines.
+"""Clocks, deadlines and backoff, for waits that end in time and decisions that can be replayed.
 
-A `Deadline` is a timeout as a fixed point in time: an operation made of many waits still ends in time.
+A `Clock` is passed to every decision, so that tests need not wait. A `Deadline` is a timeout as a fixed point in time:
+an operation made of many waits still ends in time. `Backoff` is exponential with jitter, so that clients do not retry
+in step; wait n, counted from 0, is
 
-Exponential backoff with jitter: each wait is twice as long as the last, and clients do not retry in step.
-
-wait = min(max_s, min_s * 2^n) * uniform(1/2, 1)
+    min(max_s, min_s * 2^n) * uniform(1/2, 1)
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Deadline:
 
 
 class Backoff:
+    """Seconds to wait before each retry, from `min_s` up to `max_s`."""
+
     def __init__(self, min_s: float = 0.5, max_s: float = 30.0, rng: random.Random | None = None) -> None:
         self._min_s, self._max_s, self._rng = min_s, max_s, rng or random.Random()
         self._next_s = min_s

@@ -1,8 +1,8 @@
-"""Decorator and field check for configurations: frozen, keyword-only dataclasses, defined next to their owner.
+"""Base types of plain data: configurations of a process (`config`), and records in messages and files (`Record`).
 
-A configuration checks its fields with `require` in `__post_init__`.
-
-Base classes of every message and file: frozen, unknown fields rejected, defaults omitted.
+A configuration is a frozen, keyword-only dataclass next to its owner; it checks its fields with `require` in
+`__post_init__`. A record is a frozen msgspec struct; unknown fields are rejected, and fields with their default value
+are not written.
 """
 
 from __future__ import annotations

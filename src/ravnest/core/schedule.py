@@ -15,8 +15,9 @@ whatever the timing, so the same seed gives the same weights. Its staleness is s
 
 A forward waits while `depth` microbatches are in flight at this stage, or while its version does not exist yet.
 
-Why alternate: if a burst of gradients all go first, the next stage runs out of work, and its gradients come back in a
-burst again, indefinitely. Over links with latency that cost up to a third of the throughput (`ravnest.simulator`).
+The reason to alternate: if all gradients of a burst go first, the next stage runs out of work, and its gradients come
+back in a burst again, indefinitely. Over links with latency that costs up to a third of the throughput
+(`ravnest.simulator`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def stage_schedules(
 class Action(NamedTuple):
     """The next action. `number` is a microbatch, a step or an evaluation; `version` the weights to use.
 
-    `reason` of a wait says what it waits for.
+    `reason` explains a wait.
     """
 
     kind: Kind
@@ -158,7 +159,7 @@ class PipelineSchedule:
         return len(self._inputs)
 
     def next(self) -> Action:
-        """The next action: a step, else whichever of backward and forward is due, else the other, else wait."""
+        """The next action: a step, else the one of backward and forward that is due, else the other, else wait."""
         step = self.backwards // self.rule.accumulate
         if step > self.updates and (not self._steps_need_permission or self._allowed > self.updates):
             return Action("step", self.updates)

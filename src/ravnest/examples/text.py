@@ -13,7 +13,7 @@ __all__ = ["batches", "decode", "library_text"]
 
 
 def library_text(limit_bytes: int = 2_000_000) -> Tensor:
-    """The first `limit_bytes` bytes of the standard library's modules, in order of their names."""
+    """Return the first `limit_bytes` bytes of the standard library's modules, in order of their names."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -24,7 +24,7 @@ def library_text(limit_bytes: int = 2_000_000) -> Tensor:
 
 
 def batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless random windows of `text`: (bytes, the bytes that follow them)."""
+    """Yield random windows of `text` without end: (bytes, the bytes that follow them)."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(0, len(text) - length - 1, (size, 1), generator=generator)

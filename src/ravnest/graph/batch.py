@@ -1,4 +1,4 @@
-"""Conversion of a user's batch to the flat list of named tensors that a program takes.
+"""Converts a user's batch to the flat list of named tensors that a program takes.
 
 A batch is `(inputs, targets)`. `inputs` is a tensor, a tuple (positional arguments) or a mapping (keyword
 arguments); `targets` is passed to the loss. Without a loss a batch is the inputs alone. Everything in it that is not
@@ -99,7 +99,7 @@ def split_batch(batch: Any, has_targets: bool) -> dict[str, Any]:
         return {"inputs": batch}
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         raise ValueError(
-            f"a batch must be a pair (inputs, targets), this one is a {type(batch).__name__}; "
+            f"a batch must be a pair (inputs, targets), got a {type(batch).__name__}; "
             "with loss=None it is the inputs alone and the model returns the loss"
         )
     return {"inputs": batch[0], "targets": batch[1]}

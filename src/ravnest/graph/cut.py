@@ -1,4 +1,4 @@
-"""Cutting a program into stages at any op index.
+"""Cuts a program into stages, at any op index.
 
 A value made before a cut and read after it crosses the cut; one that skips a stage is relayed through it. The values
 v that cross cut c are therefore those with  made(v) < c <= last_read(v).  Three exceptions:

@@ -1,7 +1,7 @@
 """Dry run of a stage on meta tensors, which have sizes but no memory, to bound its memory use.
 
 The size of every result is checked before the next op runs, and torch checks shapes and dtypes on the way. Nothing is
-allocated, so rejecting a stage that asks for a terabyte costs nothing.
+allocated, so rejecting a stage that needs a terabyte costs nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dry_run(stage: Stage, limits: StageLimits) -> None:
 
 
 def _written_tensor(op: Op, env: dict[str, Any]) -> Tensor:
-    """The tensor that an in-location op writes to."""
+    """The tensor that an in-place op writes to."""
     target = op.args[0]
     assert isinstance(target, str)
     tensor: Tensor = env[target[1:]]
@@ -113,9 +113,9 @@ class _Meter:
         size = result.numel() * result.element_size()
         self.total_bytes += size
         if size > self.limits.value_bytes:
-            raise ProgramError(f"{where}: its result has {size} bytes, at most {self.limits.value_bytes} are allowed")
+            raise ProgramError(f"{where}: its result has {size} bytes, the limit is {self.limits.value_bytes}")
         if self.total_bytes > self.limits.total_bytes:
-            raise ProgramError(f"{where}: the values of the stage exceed {self.limits.total_bytes} bytes")
+            raise ProgramError(f"{where}: the values of the stage exceed the limit of {self.limits.total_bytes} bytes")
 
 
 def _guarded(where: str, action: Callable[[], None]) -> None:

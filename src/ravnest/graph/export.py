@@ -1,4 +1,4 @@
-"""Export of a model and its loss to a flat list of aten calls, by `torch.export`.
+"""Exports a model and its loss to a flat list of aten calls, by `torch.export`.
 
 The exported graph is walked once: regions without gradients or autocast are inlined and their ops flagged, assertions
 are dropped, tuple results are named at their producer (so that a tuple never crosses a cut), and Python arithmetic on

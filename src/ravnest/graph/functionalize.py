@@ -92,7 +92,9 @@ class _Functionalizer:
         target = self._current(original)
         root = self.root[target]
         if root in self.parameters:
-            raise TraceError(f"{source} writes to a parameter in the forward pass; only the optimizer may")
+            raise TraceError(
+                f"{source} writes to a parameter in the forward pass: only the optimizer may change parameters"
+            )
         functional = _functional_form(op)
         alias_read_later = any(
             self.last_read.get(name, -1) > i

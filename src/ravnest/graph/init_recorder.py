@@ -1,4 +1,4 @@
-"""Recording of a model's initialization as data.
+"""Records a model's initialization as data.
 
 The builder runs under fake tensors while every operation is recorded. A slice of that record makes the tensors of one
 stage; random numbers that belong to other tensors become `Draw`s, so that the generator stays in step and each stage

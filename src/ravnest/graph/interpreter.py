@@ -1,4 +1,4 @@
-"""Execution of a stage: `Interpreter` runs its ops, `Tape` is the forward and backward pass of one microbatch.
+"""Executes a stage: `Interpreter` runs its ops, `Tape` is the forward and backward pass of one microbatch.
 
 The interpreter holds no weights: they are passed in, so that several versions can be live at once. Before the first
 run every op is compiled to an instruction: the function, a getter that reads its arguments from the environment in one

@@ -3,7 +3,7 @@
 Everything here computes new tensors from its arguments and nothing else: no files, no storage, no other
 devices, no uninitialised memory, no sizes that depend on data, no custom namespaces, no private operations.
 Any other operation is rejected. To propose one, add it to the family whose reason covers it (CONTRIBUTING.md lists
-what the tests then check).
+the checks of the tests).
 
 Numbers that depend on the batch are computed by `sym.*`: plain arithmetic on bounded integers and floats.
 """

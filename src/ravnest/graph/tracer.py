@@ -1,9 +1,8 @@
-"""Tracing of a model (or a function that builds it), its loss and one example batch to a program.
+"""Traces a model (or a function that builds it), its loss and one example batch to a program.
 
 A builder is called under fake tensors: its random fills are recorded, not executed, so no weights are allocated. An
-existing model keeps its tensors, and the program refers to them.
-
-Model and loss as one module, and its parameters and buffers under the user's names.
+existing model keeps its tensors, and the program refers to them. Model and loss are traced as one module
+(`LossModule`); parameters and buffers keep the names that they have in the user's model.
 """
 
 from __future__ import annotations

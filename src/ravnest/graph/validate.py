@@ -1,11 +1,8 @@
-"""Validation of stages from untrusted senders: every name, reference, operation and argument, before anything is run.
+"""Validates stages from untrusted senders: every name, reference, operation and argument, before anything is run.
 
-A stage's init list is checked as strictly as its ops. An error names its location:
-`op 12 (aten.view.default -> v12): argument size ...`.
-
-Validation of an op's arguments against its torch schema, before it is called.
-
-`kinds` maps every value defined so far to "tensor" or "number".
+The arguments of an op are checked against its torch schema. A stage's init list is checked as strictly as its ops. An
+error names its location: `op 12 (aten.view.default -> v12): argument size ...`. `kinds` maps every value defined so far
+to "tensor" or "number".
 """
 
 from __future__ import annotations
@@ -36,6 +33,8 @@ from ravnest.graph.program import DTYPES, SCALARS, Draw, Init, Op, Stage, StateS
 __all__ = ["check_stage", "location", "declared_arguments"]
 
 MAX_LIST = 4096
+# Arguments of one op.
+
 _TEXT = re.compile(r"[A-Za-z0-9 ,.>\-]{0,200}")
 _MEMORY_FORMATS = ("~contiguous_format", "~channels_last", "~channels_last_3d", "~preserve_format")
 _MAX_INT = 2**63 - 1
@@ -75,7 +74,7 @@ def check_arguments(where: str, op: Op, kinds: dict[str, str]) -> None:
     given: dict[str, Any] = dict(zip(positional, op.args, strict=False))
     for key, arg in op.kwargs.items():
         if all(a.name != key for a in declared if a.by_name):
-            raise ProgramError(f"{where}: {key[:40]!r} is not a keyword argument of it")
+            raise ProgramError(f"{where}: {key[:40]!r} is not one of its keyword arguments")
         given[key] = arg
     for argument in declared:
         if argument.name in given:
@@ -140,6 +139,8 @@ _PREDICATES: dict[str, Callable[[Any, dict[str, str]], bool]] = {
     "Generator": lambda arg, _: arg is None,
 }
 
+# Whole stages.
+
 _TARGET = re.compile(r"[A-Za-z0-9_.\-]{1,500}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,199}")
 _MAX_RANK = 16
@@ -177,7 +178,7 @@ def _check_tensor(where: str, dtype: str, shape: Iterable[Any]) -> None:
 def _check_op(where: str, op: Op, kinds: dict[str, str], allowed: dict[str, str]) -> None:
     for name in refs(op):
         if name not in kinds:
-            raise ProgramError(f"{where}: it reads {name[:60]!r}, which is not defined before it")
+            raise ProgramError(f"{where}: it reads {name[:60]!r}, which no earlier op defines")
     if op.op in SYM:
         check_arithmetic(where, op, kinds)
     elif op.op == "aten.sym_size.int" or op.op in allowed:
@@ -353,7 +354,7 @@ def _check_outputs(stage: Stage, kinds: dict[str, str], limits: StageLimits) -> 
 
 
 def _check_writes(where: str, op: Op, protected: set[str]) -> None:
-    """Writes go to the stage's own buffers and values, never to parameters."""
+    """Reject writes to anything but the stage's own buffers and values."""
     written: list[Any] = []
     if writes_statistics(op.op):
         names = [a.name for a in schema_of(op.op).arguments]

@@ -1,13 +1,12 @@
-"""The agent of a node: joins a run, keeps a worker process, and reconciles it with what the coordinator wants.
+"""The agent of a node: joins a run, supervises a worker process, and reconciles it with the desired assignment.
 
     membership -> profile -> worker with open endpoints -> Hello -> DesiredAssignment, DesiredAssignment, ...
 
-The session with the coordinator may break at any moment and is opened again, with backoff, without end; the worker and
-its links live on meanwhile. A worker that dies is started again. The agent itself never imports torch.
+The session with the coordinator may break at any moment; it is reopened with backoff, without limit, and the worker and
+its links keep running meanwhile. A worker that dies is restarted.
 
-Measurement of this PC: memory and speed in a process of its own, bandwidth and latency to the coordinator.
-
-`ravnest profile --json` runs as a subprocess, so that the memory that torch takes is free again afterwards.
+The PC is measured before it joins: memory and speed by `ravnest profile --json` in a subprocess, then bandwidth and
+latency to the coordinator. The agent itself never imports torch.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _PROFILE_S = 120.0
 
 
 async def with_line(profile: NodeProfile, client: Client, max_upload_bytes_per_s: float | None) -> NodeProfile:
-    """The profile with the line to the coordinator; a rate that cannot be measured now keeps its value."""
+    """Return the profile with the line to the coordinator; a rate that cannot be measured now keeps its value."""
     latency_s = await measure_latency_s(client)
     down = await _or_default(measure_download(client, _LINE_S), profile.down_bytes_per_s)
     up = await _or_default(measure_upload(client, _LINE_S, max_upload_bytes_per_s), profile.up_bytes_per_s)
@@ -116,9 +115,11 @@ async def measure_pc(memory_bytes: int | None, threads: int | None) -> NodeProfi
     try:
         measured = msgspec.json.decode(output, type=_Profile)
     except ValueError as error:
-        raise RavnestError(f"the output of `ravnest profile --json` cannot be read: {error}") from error
+        raise RavnestError(f"could not decode the output of `ravnest profile --json`: {error}") from error
     return NodeProfile(**msgspec.structs.asdict(measured))
 
+
+# the agent
 
 _LEAVE_S = 70.0  # a second Ctrl-C does not wait for it
 _OBSERVED_S = 3.0
@@ -143,7 +144,7 @@ class AgentConfig:
 
 
 class Agent:
-    """Create it in a running asyncio loop; `run` it, and ask it to `leave`."""
+    """The agent of one node. Create it in a running asyncio loop, `run` it, and end it with `leave`."""
 
     def __init__(self, config: AgentConfig, membership: Membership, console: AgentConsole) -> None:
         self._config, self._membership, self._console = config, membership, console
@@ -159,14 +160,14 @@ class Agent:
         self._is_welcome = False
 
     async def run(self) -> None:
-        """Work until asked to leave; raises `DisconnectedByCoordinator` when the coordinator ends it for good."""
+        """Run until `leave` is called; raises `DisconnectedByCoordinator` when the coordinator removes this node."""
         with self._config.home.held():
             work = asyncio.create_task(self._work())
             leaving = asyncio.create_task(self._leaving.wait())
             try:
                 done, _ = await asyncio.wait((work, leaving, self._unable), return_when=asyncio.FIRST_COMPLETED)
-                for one in done:
-                    one.result()
+                for task in done:
+                    task.result()
                 if self._is_welcome and self._leaving.is_set():
                     self._outbox.put(LeaveRequest("its owner ended it"))
                     await asyncio.wait((work,), timeout=_LEAVE_S)  # the coordinator's answer ends it
@@ -178,13 +179,13 @@ class Agent:
                 await self._supervisor.stop()
 
     def leave(self) -> None:
-        """Leave in good order."""
+        """Leave the run once another node has taken over the stage."""
         handover = " once others have taken over its stage; press Ctrl-C again to leave at once"
         self._console.log(f"leaving{handover if self._reconciler.holding else ''}")
         self._leaving.set()
 
     def kill(self) -> None:
-        """Leave at once: leftovers are cleared by the next start."""
+        """Kill the worker; the next start removes its files."""
         self._supervisor.kill()
 
     async def _work(self) -> None:
@@ -236,12 +237,14 @@ class Agent:
         except DisconnectedByCoordinator as error:
             if self._leaving.is_set():
                 return None
-            if not error.again:
+            if not error.may_reconnect:
                 raise
             return f"disconnected by the coordinator: {error}"
         except RequestRejected as error:
             if error.status in _NOT_A_MEMBER:
-                raise DisconnectedByCoordinator(f"no longer a member of the run: {error}", again=False) from error
+                raise DisconnectedByCoordinator(
+                    f"no longer a member of the run: {error}", may_reconnect=False
+                ) from error
             return str(error)
         except LinkError as error:
             return None if self._leaving.is_set() else str(error)
@@ -257,16 +260,16 @@ class Agent:
         hello = Hello(
             release=self._config.release,
             profile=self._profile,
-            where=supervisor.addresses,
-            holding=self._reconciler.holding,
-            copies=self._config.home.replica_store.replicas(),
+            addresses=supervisor.addresses,
+            held_generation=self._reconciler.holding,
+            replicas=self._config.home.replica_store.replicas(),
         )
         await run_session(client, hello, self._outbox, self._handle_coordinator, lambda: self._console.activity)
 
     def _handle_coordinator(self, message: FromCoordinator) -> None:
         match message:
             case Welcome(run=run):
-                self._config.home.belong(run)
+                self._config.home.set_run(run)
                 assert self._profile is not None, "a hello was sent before"
                 self._is_welcome = True
                 self._console.log(joined(self._membership.name, self._profile))

@@ -1,6 +1,6 @@
-"""How an agent belongs to a run: by a ticket, as a member of a fleet, or as a node of a local run.
+"""Membership of an agent in a run: as a member of a fleet, by a ticket, or as a node of a local run.
 
-Enroll with a ticket: authenticate the coordinator first, then get a certificate from it.
+Enrollment with a ticket authenticates the coordinator first, then gets a certificate from it:
 
 1. Fetch the authority's certificate from the server. Without the ticket's fingerprint, nothing more is sent to it.
 2. Over a connection that only a coordinator of that authority can accept, send the token and a signing request, and
@@ -111,8 +111,11 @@ async def fetch_authority(ticket: Ticket, address: Address) -> bytes:
     return certificate
 
 
+# memberships
+
+
 class Membership(Protocol):
-    """The coordinator of a run, as one of its nodes knows it."""
+    """Connects an agent to the coordinator of its run."""
 
     @property
     def name(self) -> str: ...
@@ -155,13 +158,13 @@ class LocalMembership:
         return self._directory, "local"
 
     async def join(self, log: Callable[[str], None]) -> None:
-        """Nothing to do."""
+        """Do nothing: local nodes are members from the start."""
 
     def connect(self) -> Client:
         return LocalClient(control_socket(self._directory), self.name)
 
     def try_next_address(self) -> None:
-        """There is one."""
+        """Do nothing: there is only one address."""
 
 
 class TicketMembership:

@@ -6,9 +6,8 @@
 
 A stage that failed is not retried: it is reported to the coordinator, which sets another target.
 
-Transfer files between a node and its coordinator, in chunks.
-
-A fetched file must have the announced length, which is bounded before it is requested, and the announced digest.
+Files are fetched in chunks. A file must have the announced length, which is checked before the request, and the
+announced digest.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ravnest.errors import LinkError, ProgramError, RavnestError, RequestRejecte
 from ravnest.graph.limits import StageLimits
 from ravnest.node.client import Client, LocalClient
 from ravnest.node.storage import NodeStorage
-from ravnest.protocol.commands import Order, SaveState, StageFailed, StateSaved
+from ravnest.protocol.commands import Command, SaveState, StageFailed, StateSaved
 from ravnest.protocol.control import (
     FILE_HEADER,
     Assignment,
@@ -55,7 +54,7 @@ async def fetch_stage(
     """Fetch all files of an assignment; return the message that assigns it to the worker."""
     file, config, weights = directory / "stage", directory / "config", directory / "weights"
     await fetch(client, assignment.file, file, max_bytes=StageLimits().text_bytes)
-    await fetch(client, assignment.brief, config, max_bytes=_MAX_CONFIG_BYTES)
+    await fetch(client, assignment.config, config, max_bytes=_MAX_CONFIG_BYTES)
     if assignment.weights is not None:
         await fetch(client, assignment.weights, weights, max_bytes=max_weights_bytes)
     states = tuple(directory / f"state-{i}" for i in range(len(assignment.states)))
@@ -72,7 +71,7 @@ async def fetch(client: Client, blob: Blob, path: Path, *, max_bytes: int) -> No
     if not _DIGEST.fullmatch(blob.digest):
         raise ProgramError(f"{blob.digest!r:.80} is not a SHA-256 digest")
     if not 0 <= blob.num_bytes <= max_bytes:
-        raise ProgramError(f"a file has at most {max_bytes} bytes, announced are {blob.num_bytes}")
+        raise ProgramError(f"a file may have at most {max_bytes} bytes, got {blob.num_bytes}")
     digest, remaining_bytes = hashlib.sha256(), blob.num_bytes
     try:
         with path.open("wb") as file:
@@ -96,7 +95,7 @@ async def fetch(client: Client, blob: Blob, path: Path, *, max_bytes: int) -> No
 
 
 def _write(file: IO[bytes], chunk: bytes) -> None:
-    """Write, so that an error of the disk does not look like one of the connection."""
+    """Write a chunk; an error of the disk becomes a `ProgramError`, which is not retried like one of the connection."""
     try:
         file.write(chunk)
     except OSError as error:
@@ -128,6 +127,8 @@ async def upload_saved(client: Client, path: Path, generation: int, saved: State
         await client.ask("PUT", f"/v1/{target}", data=file)
 
 
+# reconciliation
+
 _SAVED, _STATE = "saved.safetensors", "state.safetensors"
 
 
@@ -146,7 +147,7 @@ class Reconciler:
         self._is_worker_ready = is_worker_ready
         self._desired: Assignment | None = None
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}  # by generation
-        self._early: list[Order] = []
+        self._early: list[Command] = []
         self.holding = 0
         self.max_weights_bytes = 0
 
@@ -165,7 +166,7 @@ class Reconciler:
             self._start(assignment.generation, self._assign(assignment))
         return True
 
-    def command(self, generation: int, command: Order) -> None:
+    def command(self, generation: int, command: Command) -> None:
         """Pass a command on to the stage; one that arrives before its assignment waits for it."""
         if self._desired is None or self._desired.generation != generation:
             return
@@ -188,7 +189,7 @@ class Reconciler:
         self._report(report)
 
     def stage_released(self, generation: int, replica: ReplicaInfo | None = None) -> None:
-        """The worker is free again, which the coordinator waits for before it assigns another stage."""
+        """Report that the worker is free; the coordinator waits for this before it assigns another stage."""
         if generation == self.holding:
             self.holding = 0
         self._home.remove_stage_files(generation)

@@ -1,6 +1,6 @@
-"""Run one session with the coordinator: `Hello`, then messages in both directions until the connection breaks.
+"""Runs one session with the coordinator: `Hello`, then messages in both directions until the connection breaks.
 
-Messages wait in an outbox that outlives the session, so that the next session sends what happened in between. The
+Messages wait in an outbox that outlives the session, so that the next session sends those from in between. The
 outbox is bounded; when it is full, the oldest messages are dropped.
 """
 
@@ -33,9 +33,9 @@ _decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(Fro
 class DisconnectedByCoordinator(RavnestError):
     """The coordinator ended the session; `again`: the node may reconnect."""
 
-    def __init__(self, reason: str, *, again: bool) -> None:
+    def __init__(self, reason: str, *, may_reconnect: bool) -> None:
         super().__init__(reason)
-        self.again = again
+        self.may_reconnect = may_reconnect
 
 
 class Outbox:
@@ -82,7 +82,7 @@ async def run_session(
         if not isinstance(welcome, Welcome):
             raise FrameError(f"the coordinator answered a Hello with {type(welcome).__name__}, expected Welcome")
         on_message(welcome)
-        interval_s = min(max(welcome.beat_s, _MIN_HEARTBEAT_S), _MAX_HEARTBEAT_S)
+        interval_s = min(max(welcome.heartbeat_s, _MIN_HEARTBEAT_S), _MAX_HEARTBEAT_S)
         await _until_first(
             _send_all(socket, outbox),
             _receive_all(socket, on_message),
@@ -151,5 +151,5 @@ async def _receive(socket: aiohttp.ClientWebSocketResponse[bool], timeout_s: flo
     except ValueError as error:
         raise FrameError(f"could not decode a message of the coordinator: {error}") from error
     if isinstance(message, Disconnect):
-        raise DisconnectedByCoordinator(message.reason, again=message.again)
+        raise DisconnectedByCoordinator(message.reason, may_reconnect=message.may_reconnect)
     return message

@@ -72,7 +72,7 @@ class NodeStorage:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the directory alone; files of stages are removed before and after. Replicas outlive only a crash."""
+        """Lock the directory; remove files of stages before and after, and replicas after an orderly end."""
         busy = f"another agent uses {self.directory}: end it, or give this one another --name"
         with lock_directory(self.directory, busy):
             self._clear()
@@ -81,7 +81,7 @@ class NodeStorage:
                 yield
             finally:
                 self._clear()
-                self.replica_store.clear()  # a node that leaves in good order leaves nothing behind
+                self.replica_store.clear()  # an orderly end leaves no files
 
     @property
     def port(self) -> int:
@@ -96,8 +96,8 @@ class NodeStorage:
         with contextlib.suppress(OSError):  # the next start chooses another one
             self._port.write_text(f"{port}\n")
 
-    def belong(self, run: str) -> None:
-        """Remove replicas of another run."""
+    def set_run(self, run: str) -> None:
+        """Remember the run, and remove replicas of another one."""
         with contextlib.suppress(OSError):
             if not self._run.exists() or self._run.read_text() != run:
                 self.replica_store.clear()

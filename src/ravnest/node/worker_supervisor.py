@@ -1,4 +1,4 @@
-"""Supervises the worker process of an agent: starts it, restarts it when it dies, ends it for certain.
+"""Supervises the worker process of an agent: starts it, restarts it when it dies, and ends it.
 
 Two threads serve the link to the process; messages and the end of the process are handled in the agent's asyncio loop.
 """
@@ -36,7 +36,7 @@ _TAIL_LETTERS = 300
 
 
 class WorkerProcess:
-    """One process. `on_message` gets its messages; `on_end` gets the reason, once, when it ends by itself."""
+    """One worker process. `on_message` gets its messages; `on_end` gets the reason, once, when it ends by itself."""
 
     def __init__(
         self, start: StartWorker, log: Path, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]
@@ -66,7 +66,7 @@ class WorkerProcess:
             self._pump.put(message, deadline_s=_SEND_S)
 
     async def end(self, timeout_s: float) -> None:
-        """Ask the process to end, and make sure that it does."""
+        """Stop the process; kill it after the timeout."""
         self._is_over = True
         self.send(StopStage())
         await asyncio.to_thread(self._wait, timeout_s)
@@ -88,7 +88,7 @@ class WorkerProcess:
             self._loop.call_soon_threadsafe(call)
 
     def _link_broken(self) -> None:
-        """Find out why, without blocking the loop."""
+        """Determine the reason, without blocking the loop."""
         if not self._is_over:
             self._is_over = True
             threading.Thread(target=self._reap, name="reap worker", daemon=True).start()
@@ -118,6 +118,8 @@ def _spawn(control: socket.socket, log: Path) -> subprocess.Popen[bytes]:
             start_new_session=True,  # Ctrl-C is for the agent alone
         )
 
+
+# supervision
 
 _STOP_S = 2.5
 
@@ -159,7 +161,7 @@ class WorkerSupervisor:
                 await self._is_observed.wait()
 
     def reset_backoff(self) -> None:
-        """The worker works: its next death is a first one."""
+        """Restart without delay after the next failure: the worker has run a stage."""
         self._backoff.reset()
 
     async def stop(self) -> None:
@@ -177,7 +179,7 @@ class WorkerSupervisor:
         match message:
             case EndpointOpened(port=port):
                 self._start = msgspec.structs.replace(self._start, port=port)
-            case AddressChanged(where=addresses):
+            case AddressChanged(addresses=addresses):
                 self.addresses = addresses
                 self.is_ready.set()
                 if addresses.observed is not None:

@@ -29,9 +29,9 @@ class PendingStep:
 
 
 class GradientAccumulator:
-    """Collects what each pending step of a stage needs.
+    """Collects gradients and norms for each pending step of a stage.
 
-    `borrowers` are the stages that return gradients to this one; `clips` says whether the model's norm is needed.
+    `borrowers` are the stages that return gradients to this one; with `clips`, steps need the norm of the whole model.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Configuration of a stage: how it trains, and which tied parameters it shares with other stages.
+"""Configuration of a stage: its training settings, and the tied parameters that it shares with other stages.
 
 All of it is plain data that is sent to every worker. The owner of a tied parameter *lends* each version of it to the
 stages that use it; these *borrow* it and return its gradient.
@@ -22,7 +22,7 @@ __all__ = ["StageRole", "TrainerConfig", "roles", "StageConfig"]
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How all stages of a job train.
+    """Training settings of all stages of a job.
 
     `compression` applies to activations and their gradients on links, `autocast` to arithmetic.
     """
@@ -71,11 +71,11 @@ def roles(stages: Sequence[Stage], delays: Sequence[int]) -> list[StageRole]:
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True):
-    """Makes a worker a stage. The stage's file follows as a buffer.
+    """Configures a worker for a stage. The stage's file follows as a buffer.
 
-    `weights` is the path of its initial weights; without one they are drawn from the seed. `begin` is the number of
-    updates before the start. The files `state` hold the weights and optimizer state after them; a tensor that is in
-    none of them starts from its initial value.
+    `weights` is the path of its initial weights; without one they are drawn from the seed. Training starts after
+    `first_update` updates, with the weights and optimizer state in the files `state`; a tensor that is in none of them
+    starts from its initial value.
     """
 
     settings: TrainerConfig
@@ -85,11 +85,11 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     threads: int
     core: int = -1  # CPU core to run on, where the system supports pinning; -1 for any
     weights: str = ""
-    begin: int = 0
+    first_update: int = 0
     state: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.begin >= 0, f"begin must be >= 0 updates, got {self.begin}")
+        require(self.first_update >= 0, f"first_update must be >= 0, got {self.first_update}")
 
 
 Orders = StageConfig | EndAfter | SaveState | StopStage

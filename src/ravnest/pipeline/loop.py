@@ -1,4 +1,4 @@
-"""Runs a stage: asks the schedule for the next action, performs it and sends its result.
+"""Runs a stage: gets the next action from the schedule, performs it and sends its result.
 
 One thread computes. Other threads fill its inbox with messages and empty its outlets. The loop drains the inbox before
 each decision, and waits only when the schedule has no action.
@@ -254,7 +254,7 @@ class Loop:
         self._advance(step)
 
     def _advance(self, step: int) -> None:
-        """Allow a step, or send its norm, if all it needs from other stages is here."""
+        """Allow a step, or send its norm, if everything that it needs from other stages has arrived."""
         if not self.accumulator.needs_permission:
             return
         if not self.accumulator.clips:

@@ -5,7 +5,7 @@
     update:    W <- torch.optim.X(W, g, lr(step)), in place, on the tensors that the caller passes
 
 The arithmetic is that of `torch.optim`, bit for bit; no update is computed here. Weights have several versions, so a
-stepper owns its state (moments, counters) but no weights: each step is given the tensors to change.
+stepper owns its state (moments, counters) but no weights: the tensors to change are passed to each step.
 """
 
 from __future__ import annotations

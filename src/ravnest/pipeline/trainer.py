@@ -136,7 +136,7 @@ class Trainer:
         return StageState.build(self.versions.newest, weights, optimizer, others if whole else {}, copies=copies)
 
     def shift(self, by: Mapping[str, Tensor], *, now: bool = False) -> None:
-        """Add an offset to what the stage owns.
+        """Add an offset to the parameters and buffers that the stage owns.
 
         Parameters change with the next update, or `now` if nothing is in flight. Buffers change immediately, also
         those kept for steps in progress.

@@ -88,7 +88,7 @@ class Versions:
                 tensors[name].detach().add_(by)
 
     def update(self, apply: Callable[[Tensors], None]) -> None:
-        """Make the next version: `apply` updates the tensors it is given in place."""
+        """Make the next version: `apply` updates the tensors passed to it in place."""
         self._retire()
         if self._has_master:
             buffer = self._buffer()

@@ -1,11 +1,12 @@
-"""Describes the PCs of a fleet, the planning task, and the plan.
+"""Describes the PCs of a fleet, the planning task, and the plan of clusters.
 
     fleet = Fleet(machines=(Machine(name="attic", memory_bytes=8e9, speed=0.5, up_bytes_per_s=5e6, ...), ...))
     plan = form_clusters(Task(chain=chain, fleet=fleet, microbatch=4))
     plan.clusters, plan.spares, plan.left_out, plan.samples_per_s, plan.reason
 
 A machine exchanges messages with both of its neighbours over its one line, so the line is a limit of its own
-(`Node.up_bytes_per_s`), besides that of a pair: the lower of one's upload and the other's download.
+(`Node.up_bytes_per_s`), besides that of a pair: the lower of one's upload and the other's download. `plan_row` plans
+one cluster of given machines in a given order.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Task:
     The chain is for `microbatch` samples. An optimizer step follows `accumulate` microbatches (0: as many as are in
     flight), and no gradient may be more than `max_staleness` steps late, so at most `accumulate * max_staleness`
     are in flight. Every cluster has at least `min_stages` members: with 2, no machine holds the whole model.
-    `num_spares` machines are held back, to take the place of others.
+    `num_spares` machines are held back, to replace others.
     """
 
     chain: Chain

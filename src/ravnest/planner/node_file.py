@@ -104,7 +104,7 @@ class NodeFile:
 
 
 def read_nodes(path: Path) -> NodeFile:
-    """Read a node file. Raises `ValueError` with a sentence."""
+    """Read a node file. Raises `ValueError` with one sentence."""
     content = _parse(path)
     try:
         file = msgspec.convert(content, _File, dec_hook=_decode)
@@ -113,7 +113,7 @@ def read_nodes(path: Path) -> NodeFile:
     if not file.node:
         raise ValueError(f"{path} has no nodes: write [[node]] and below it name, memory and speed")
     if sum(1 if node.count is msgspec.UNSET else node.count for node in file.node) > _MAX_NODES:
-        raise ValueError(f"{path} has more than {_MAX_NODES} nodes")
+        raise ValueError(f"{path} must have at most {_MAX_NODES} nodes")
     machines: dict[str, Machine] = {}
     for number, node in enumerate(file.node, start=1):
         try:
@@ -129,7 +129,7 @@ def read_nodes(path: Path) -> NodeFile:
 
 def _parse(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"node file {path} does not exist")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

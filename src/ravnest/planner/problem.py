@@ -2,7 +2,7 @@
 
 PlanError
 ├── TooManyNodes      more nodes than the program can be cut into stages
-└── DoesNotFit        too little memory; says how much is missing and what would fit
+└── DoesNotFit        too little memory; with the missing bytes and changes that would fit
 """
 
 from __future__ import annotations
@@ -116,5 +116,5 @@ class Problem:
 
     @property
     def num_cut_points(self) -> int:
-        """How many cuts to compare: at least four per node."""
+        """Number of cuts to compare: at least four per node."""
         return max(self.max_cut_points, 4 * len(self.nodes))

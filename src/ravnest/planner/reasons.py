@@ -57,7 +57,7 @@ def explain_partition(problem: Problem, found: Partition) -> str:
 
 
 def _bottleneck(problem: Problem, found: Partition) -> str:
-    """What has to change first for a faster run."""
+    """The part that must become faster first for a faster run."""
     duration = f"{format_seconds(found.interval_s)} per microbatch"
     if found.interval_s > found.bottleneck_s:
         is_capped = problem.max_depth is not None and max(found.depths) >= problem.max_depth

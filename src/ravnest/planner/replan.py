@@ -1,35 +1,30 @@
 """Plans again when the fleet has changed: a machine is lost, new, slower or faster.
 
-From the least to the most disturbing, each taken only if it is worth more than the best before:
+From the least to the most disturbing, each chosen only if it is worth more than the best before:
 
 1. keep the clusters that are intact, and park the others: their members become spares;
-2. repair clusters one by one (`repair`): cut again, replace a member, or split again over the members that are left;
+2. repair clusters one by one (`best_repair`): cut again over the same members, replace a member by an idle machine
+   (with the same cuts only its own stage moves), or split the model again over the members that are left;
 3. besides the intact clusters, form clusters of all idle machines;
 4. form all clusters again.
 
 If no machine is lost and there are fewer spares than requested, clusters with more members than the minimum give some
 up. (Not right after a loss: spares are there to be used.)
 
-A plan is worth the samples it gives until the horizon, less those lost while state moves (`state_transfers`). Of two
-plans, the clusters in both cancel out, and of the others the new ones must be worth more by `hysteresis`:
-
-    sum of worth, clusters only in the new plan  >  (1 + hysteresis) * sum of worth, clusters only in the old one
-
-Repairs one cluster that lost members, or whose members changed speed, and plans the transfers of state.
-
-- cut again, over the same members in the same order;
-- replace a member by an idle machine in its place: with the same cuts only its own stage moves;
-- split the model again over the members that are left.
-
-Each repair is worth the samples it gives until the horizon; while state moves to a cluster, it gives none:
+**Worth.** A cluster is worth the samples it gives until the horizon; while state moves to it, it gives none:
 
     worth = samples/s * (horizon - seconds of transfers)
 
-The state of a stage is its parameters and their optimizer state. For stages that change hands,
+Of two plans, the clusters in both cancel out, and of the others the new ones must be worth more by `hysteresis`:
+
+    sum of worth, clusters only in the new plan  >  (1 + hysteresis) * sum of worth, clusters only in the old one
+
+**Transfers** (`state_transfers`). The state of a stage is its parameters and their optimizer state. For stages that
+change hands,
 
     bytes(machine) = (1 + optimizer state per byte) * parameters it owns afterwards and did not own before
 
-Each range of ops comes from a machine that owns it now: of a few clusters in turn, the one that would be done first,
+Each range of ops comes from a machine that owns it now: of a few clusters in turn, the one that would finish first,
 given its other transfers. Ranges without an owner come from outside (a checkpoint), limited by the receiver's download
 alone. A machine is ready when it has received everything, and no sooner than its senders have sent it.
 """
@@ -59,7 +54,7 @@ _MAX_SOURCES = 8  # clusters compared for one range
 
 @dataclass(frozen=True)
 class StateTransfers:
-    """Bytes that move in all, and about how long each receiving machine waits for them."""
+    """Bytes that move in all, and the approximate seconds until each receiving machine has them."""
 
     num_bytes: int
     seconds: Mapping[str, float]
@@ -96,7 +91,7 @@ def _outside(start: int, stop: int, had_start: int, had_stop: int) -> list[tuple
 
 
 class _Senders:
-    """The owner of every op in each cluster, and how long each is busy sending."""
+    """The owner of every op in each cluster, and the seconds for which each is busy sending."""
 
     def __init__(self, task: Task, before: Sequence[ClusterPlan]) -> None:
         self._fleet = task.fleet
@@ -158,12 +153,14 @@ class _Senders:
         self.ready_s[name] = max(self._receiving_s[name], sent_s, self.ready_s.get(name, 0.0))
 
 
+# Repairs of one cluster.
+
 _MAX_CANDIDATES = 4  # idle machines tried for one stage
 
 
 @dataclass(frozen=True)
 class ClusterRepair:
-    """A repaired cluster, and the change in words."""
+    """A repaired cluster, and a description of the change."""
 
     cluster: ClusterPlan
     change: str
@@ -440,7 +437,7 @@ class _Replanner:
         return _Draft(plan, state_transfers(self.task, self.running.clusters, plan.clusters))
 
     def _newly_idle(self, machine: Machine, clusters: list[ClusterPlan]) -> tuple[bool, IdleMachine]:
-        """Whether a machine could replace a member, and why it has no stage."""
+        """Whether a machine could replace a member, and the reason why it has no stage."""
         for number, cluster in enumerate(self.running.clusters):
             if machine.name in cluster.members:
                 return True, IdleMachine(

@@ -1,13 +1,14 @@
-"""Chooses the rings in which clusters average: one per segment, of its owners in all clusters; and the cost of a round.
+"""Chooses the rings in which clusters average, the cost of a round, and the compression of averages.
 
-**Segments** are what clusters that cut the model differently have in common: the ranges between all of their cuts.
+**Segments** are the parts that clusters with different cuts have in common: the ranges between all of their cuts.
 
     bounds = 0, the union of all clusters' cuts, the end          segment s = ops [bounds[s], bounds[s + 1])
 
-No cluster cuts inside a segment, so it has exactly one owner in each: the stage it lies in. A parameter belongs to the
-segment of its first op, as it belongs to the stage of its first op; a stage that borrows a tied parameter does not
-average it. So segments divide the parameters, and all owners of a segment hold the same ones. A segment without
-parameters is kept, so that segments cover the program, but there is nothing to average in it.
+No cluster cuts inside a segment, so it has exactly one owner in each: the stage it lies in. There is one ring per
+segment, of its owners. A parameter belongs to the segment of its first op, as it belongs to the stage of its first op;
+a stage that borrows a tied parameter does not average it. So segments divide the parameters, and all owners of a
+segment hold the same ones. A segment without parameters is kept, so that segments cover the program, but it has no
+ring.
 
 **Cost.** A ring of C members passes on 1/C of its segment at a time: C - 1 steps to reduce, C - 1 to gather. All rings
 run at once, so a machine that owns several segments sends for several rings over its one line:
@@ -29,14 +30,14 @@ Any other order uses more lines than these, so it is exact if a site's network i
 Regions are kept together too, since every step into another one costs its latency; the latency of a line counts the
 same in any order. So latency is the least too, if a site lies in one region and its network has the lower latency.
 
-Chooses the compression of averages if the user does not: as exact as the lines allow.
+**Codec** (`choose_codec`), if the user does not choose one: as exact as the lines allow.
 
     seconds(codec) = bytes of the busiest line * ratio(codec) / its rate       ratio = 1 (fp32), 1/2 (bf16), 1/4 (int8)
 
-Training continues while clusters average, but an average that takes long is of old weights, and its bytes share the
-lines with those of the pipeline. So the most exact codec is chosen with which a round takes at most half of the time
-from one round to the next. Before the first round its bytes are unknown, and the line's rate alone decides. Processor
-time does not matter: one core encodes and decodes 2.3 GB/s of float32 as int8, and has fewer bytes to encrypt then.
+Training continues while clusters average, but a slow average is of old weights, and its bytes share the lines with
+those of the pipeline. So the most exact codec is chosen with which a round takes at most half of the time from one
+round to the next. Before the first round its bytes are unknown, and the line's rate alone decides. Processor time does
+not matter: one core encodes and decodes 2.3 GB/s of float32 as int8, and has fewer bytes to encrypt then.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Segment:
 
 def find_segments(chain: Chain, cuts: Sequence[Sequence[int]]) -> tuple[Segment, ...]:
     """The common refinement of the cuts of each cluster."""
-    require(len(cuts) >= 1, "cuts must not be empty: there is at least one cluster")
+    require(len(cuts) >= 1, "cuts must have one entry per cluster, got none")
     legal = set(chain.cuts)
     for number, own in enumerate(cuts):
         require(all(a < b for a, b in pairwise(own)), f"cuts must be ascending, cluster {number} has {tuple(own)}")
@@ -245,6 +246,8 @@ def _round(rings: Sequence[Ring], loads: _Loads, num_clusters: int) -> tuple[flo
     slowest_s = max((ring.seconds for ring in rings), default=0.0)
     return max(line_s, slowest_s), explain_rings(rings, num_clusters, line, line_s)
 
+
+# The codec of averages.
 
 RATIOS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.254}  # to the bytes of float32, the most exact first
 MAX_BUSY = 0.5  # of the time between two rounds

@@ -2,7 +2,7 @@
 
 Every member is planned with twice the memory, upload, download or speed, and with half the latency, in its place in its
 cluster, which is cut again for it. If there are many, only those are cut that gain most by `RateEstimator`, which skips
-all whose bound says that they cannot.
+those whose bound excludes a gain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MIN_GAIN = 0.01  # of the rate of its cluster
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A machine by name, the change in words, and the samples/s of the whole plan with it.
+    """A machine by name, a description of the change, and the samples/s of the whole plan with it.
 
     `gain` is the increase, as a fraction.
     """
@@ -45,15 +45,15 @@ def best_upgrade(task: Task, plan: FleetPlan) -> Upgrade | None:
     if len(changes) > _MAX_EXACT:
         changes = [changes[index] for index in _finalists(task, plan, [changed for _, changed, _ in changes])]
     best: Upgrade | None = None
-    for number, changed, words in changes:
-        upgrade = _upgrade(task, plan, number, changed, words)
+    for number, changed, description in changes:
+        upgrade = _upgrade(task, plan, number, changed, description)
         if upgrade is not None and (best is None or upgrade.gain > best.gain):
             best = upgrade
     return best
 
 
 def _changes(machine: Machine) -> Iterator[tuple[Machine, str]]:
-    """Upgrades of a machine, and each change in words."""
+    """Upgrades of a machine, each with a description."""
     if machine.memory_bytes < inf:
         double = 2 * machine.memory_bytes
         yield replace(machine, memory_bytes=double), f"twice the memory, {format_bytes(double)}"
@@ -93,7 +93,7 @@ def _finalists(task: Task, plan: FleetPlan, changed: list[Machine]) -> list[int]
     return [index for gain, index in sorted(best, reverse=True) if gain > 0]
 
 
-def _upgrade(task: Task, plan: FleetPlan, number: int, changed: Machine, words: str) -> Upgrade | None:
+def _upgrade(task: Task, plan: FleetPlan, number: int, changed: Machine, description: str) -> Upgrade | None:
     """The exact gain of a change; None if it is too small. The gain of better cuts alone does not count."""
     members = plan.clusters[number].members
     machines = tuple(changed if machine.name == changed.name else machine for machine in task.fleet.machines)
@@ -103,7 +103,7 @@ def _upgrade(task: Task, plan: FleetPlan, number: int, changed: Machine, words: 
     if gained <= _MIN_GAIN * now.samples_per_s:
         return None
     reason = f"in cluster {number}, {_limit(now)}; then {_limit(then)}"
-    return Upgrade(changed.name, words, plan.samples_per_s + gained, gained / plan.samples_per_s, reason)
+    return Upgrade(changed.name, description, plan.samples_per_s + gained, gained / plan.samples_per_s, reason)
 
 
 def _limit(cluster: ClusterPlan) -> str:

@@ -93,7 +93,7 @@ class _RateCounter:
 
 
 async def _chunks(seconds: float, max_bytes_per_s: float | None) -> AsyncIterator[bytes]:
-    """Bytes for this time, within the rate and the size of a measurement."""
+    """Yield bytes for this time, within the rate and the size of a measurement."""
     rate = max_bytes_per_s or math.inf
     chunk = _CHUNK[: max(1, int(min(rate * _CHUNK_S, len(_CHUNK))))]
     began, sent_bytes = time.perf_counter(), 0
@@ -112,7 +112,7 @@ class LineEndpoint:
         self._slots = asyncio.Semaphore(max_concurrent)
 
     async def download(self, request: web.Request) -> web.StreamResponse:
-        """Send for as long as the client asks."""
+        """Send bytes for the requested time."""
         seconds = _seconds(request)
         if seconds <= 0:
             return web.Response()
@@ -132,12 +132,12 @@ class LineEndpoint:
             return response
 
     async def upload(self, request: web.Request) -> web.Response:
-        """Receive what the client sends, and answer with the rate."""
+        """Receive the bytes of the client, and answer with the rate."""
         counter = _RateCounter(_seconds(request))
         async with self._slot(), asyncio.timeout(self._timeout_s):
             async for chunk in request.content.iter_any():
                 counter.add(len(chunk))
-                require(counter.num_bytes <= _MAX_BYTES, f"a measurement takes at most {_MAX_BYTES} bytes")
+                require(counter.num_bytes <= _MAX_BYTES, f"a measurement may have at most {_MAX_BYTES} bytes")
         return web.json_response({"bytes_per_s": counter.bytes_per_s})
 
     def _slot(self) -> asyncio.Semaphore:
@@ -171,7 +171,7 @@ async def measure_latency_s(client: HttpClient) -> float:
 
 
 async def measure_download(client: HttpClient, seconds: float) -> float:
-    """Bytes per second from the server to here."""
+    """Return bytes per second from the server to this machine."""
 
     async def measure() -> float:
         counter = _RateCounter(seconds)
@@ -184,7 +184,7 @@ async def measure_download(client: HttpClient, seconds: float) -> float:
 
 
 async def measure_upload(client: HttpClient, seconds: float, max_bytes_per_s: float | None) -> float:
-    """Bytes per second from here to the server, at most `max_bytes_per_s`."""
+    """Return bytes per second from this machine to the server, at most `max_bytes_per_s`."""
 
     async def measure() -> float:
         sent = _chunks(seconds, max_bytes_per_s)
@@ -193,7 +193,7 @@ async def measure_upload(client: HttpClient, seconds: float, max_bytes_per_s: fl
         try:
             rate = msgspec.json.decode(answer, type=_Rate).bytes_per_s
         except ValueError as error:
-            raise LinkError(f"the measured upload rate cannot be read: {error}") from error
+            raise LinkError(f"could not decode the measured upload rate: {error}") from error
         return min(_checked(rate), max_bytes_per_s or math.inf)
 
     return await _retry_while_busy(measure, seconds)
@@ -213,7 +213,7 @@ async def _retry_while_busy(measure: Callable[[], Awaitable[float]], seconds: fl
 
 def _checked(bytes_per_s: float) -> float:
     if not 0 < bytes_per_s < 1e15:
-        raise LinkError(f"the line carried {bytes_per_s:g} bytes/s in the measurement")
+        raise LinkError(f"the measured rate must be > 0 and < 1e15 bytes/s, got {bytes_per_s:g}")
     return bytes_per_s
 
 
@@ -222,7 +222,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         answer += chunk
         if len(answer) > _MAX_ANSWER_BYTES:
-            raise LinkError(f"the answer to a measurement is over {_MAX_ANSWER_BYTES} bytes")
+            raise LinkError(f"the answer to a measurement is longer than {_MAX_ANSWER_BYTES} bytes")
     return bytes(answer)
 
 
@@ -258,7 +258,7 @@ def measure_line(
     *,
     seconds: float = 2.0,
     max_upload_bytes_per_s: float | None = None,
-    report: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda name: None,
 ) -> Line:
     """Measure the line to a machine that serves it (`serve_line`): `seconds` in each direction."""
     require(0.1 <= seconds <= _MAX_S, f"seconds must be from 0.1 to {_MAX_S:g}, got {seconds}")
@@ -282,7 +282,10 @@ async def serve_line(
     address: Address, *, max_upload_bytes_per_s: float | None = None, log: Callable[[str], None] = lambda text: None
 ) -> AsyncIterator[Address]:
     """Serve `/v1/line` at an address (port 0: any free one), one measurement at a time; yields the actual address."""
-    require(max_upload_bytes_per_s is None or max_upload_bytes_per_s > 0, "max_upload_bytes_per_s must be > 0")
+    require(
+        max_upload_bytes_per_s is None or max_upload_bytes_per_s > 0,
+        f"max_upload_bytes_per_s must be > 0, got {max_upload_bytes_per_s}",
+    )
     endpoint = LineEndpoint(timeout_s=_READ_S, max_concurrent=1, max_upload_bytes_per_s=max_upload_bytes_per_s)
 
     @web.middleware

@@ -42,7 +42,7 @@ class _Group(NamedTuple):
 
 
 def host_limits(root: Path = Path("/")) -> HostLimits:
-    """Limits of this process; `root` is the directory of /proc and /sys."""
+    """Return the limits of this process; `root` is the directory of /proc and /sys."""
     memory = [_memory(group) for group in _groups(root, "memory")]
     cores = [_cores(group) for group in _groups(root, "cpu")]
     return HostLimits(
@@ -53,7 +53,7 @@ def host_limits(root: Path = Path("/")) -> HostLimits:
 
 
 def _groups(root: Path, controller: str) -> Iterator[_Group]:
-    """The groups that bound the process, innermost first."""
+    """Yield the groups that limit the process, innermost first."""
     paths = _paths(_read(root / "proc/self/cgroup"))
     for mount in _mounts(_read(root / "proc/self/mountinfo")):
         if mount.controllers and controller not in mount.controllers:
@@ -77,7 +77,7 @@ class _Mount(NamedTuple):
 
 
 def _mounts(mountinfo: str) -> Iterator[_Mount]:
-    """`36 35 0:33 /docker/ab /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory`"""
+    """Parse lines such as `36 35 0:33 /docker/ab /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory`."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -88,17 +88,17 @@ def _mounts(mountinfo: str) -> Iterator[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """`mountinfo` writes spaces and the like as octal numbers."""
+    """Replace octal escapes, such as those of spaces in `mountinfo`."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _paths(cgroup: str) -> dict[str, str]:
-    """`4:cpu,cpuacct:/a` and `0::/b` -> the path of each controller; that of cgroup v2 has no name."""
-    found: dict[str, str] = {}
+    """Return the path of each controller from `4:cpu,cpuacct:/a` and `0::/b`; that of cgroup v2 has no name."""
+    by_controller: dict[str, str] = {}
     for line in cgroup.splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        found.update((name, path) for name in controllers.split(","))
-    return found
+        by_controller.update((name, path) for name in controllers.split(","))
+    return by_controller
 
 
 def _is_under(path: str, part: str) -> bool:
@@ -106,7 +106,7 @@ def _is_under(path: str, part: str) -> bool:
 
 
 def _memory(group: _Group) -> tuple[int, int] | None:
-    """The limit of a group and the memory left within it; None: no limit."""
+    """Return the limit of a group and the memory left within it; None: no limit."""
     names = ("memory.max", "memory.current", "inactive_file")
     if group.version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -126,7 +126,7 @@ def _cores(group: _Group) -> float | None:
 
 
 def _number(text: str) -> int | None:
-    """None for `max`, -1 and a missing file."""
+    """Parse a number; None for `max`, -1 and a missing file."""
     return int(text) if text.strip().isdecimal() else None
 
 
@@ -136,6 +136,8 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
 
+
+# memory of the host
 
 _MAX_RESERVE_BYTES = 10**9
 
@@ -154,7 +156,7 @@ def _with_reserve(total_bytes: int, available_bytes: int) -> HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Memory of the machine, or of the container around this process."""
+    """Return the memory of the machine, or of the container of this process."""
     machine, container = psutil.virtual_memory(), host_limits(root)
     total, free = machine.total, machine.available
     if container.memory_bytes is not None and container.room_bytes is not None:
@@ -163,7 +165,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def device_memory(device: torch.device) -> HostMemory:
-    """Memory of an accelerator, or of the machine where they share it or torch cannot report it."""
+    """Return the memory of an accelerator, or of the machine if they share it or torch cannot report it."""
     if device.type == "cpu":
         return host_memory()
     try:

@@ -64,7 +64,7 @@ def measure_machine(
     job: Workload | None = None,
     peer: tuple[str, int] | None = None,
     line_s: float = 2.0,
-    report: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda name: None,
 ) -> MachineProfile:
     """Measure this machine within the limits of its owner; `report` receives the name of each measurement.
 

@@ -28,7 +28,7 @@ from ravnest.protocol.pipeline import Data, Norm
 from ravnest.transport.link import Link, LinkConfig
 from ravnest.transport.local import unix_pair
 
-__all__ = ["StageOverhead", "measure_upkeep", "with_upkeep"]
+__all__ = ["StageOverhead", "measure_overhead", "with_overhead"]
 
 _SAMPLE_BYTES = 32_000_000  # more than caches hold, with gradients, optimizer state and versions
 _MESSAGE_BYTES = 2**20
@@ -49,17 +49,17 @@ class StageOverhead:
         return num_bytes * ((accumulate - 1) * self.add_s + self.update_s) / accumulate
 
 
-def with_upkeep(chain: Chain, upkeep: StageOverhead, accumulate: int) -> Chain:
-    """The chain, with the overhead of parameters added to the first op that reads them."""
+def with_overhead(chain: Chain, overhead: StageOverhead, accumulate: int) -> Chain:
+    """Return the chain with the overhead of parameters added to the first op that reads them."""
     backward_s = list(chain.backward_s)
     for storage in chain.weights:
         if storage.ops:
-            backward_s[min(storage.ops)] += upkeep.parameters_s(storage.num_bytes, accumulate)
+            backward_s[min(storage.ops)] += overhead.parameters_s(storage.num_bytes, accumulate)
     return replace(chain, backward_s=tuple(backward_s))
 
 
-def measure_upkeep(program: Program, optimizer: Optimizer, correction: Correction, *, delay: int) -> StageOverhead:
-    """Measure with the program's parameter shapes and the current number of torch threads."""
+def measure_overhead(program: Program, optimizer: Optimizer, correction: Correction, *, delay: int) -> StageOverhead:
+    """Measure the overhead with the program's parameter shapes and the current number of torch threads."""
     shapes = _sample(program)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         weights = {f"weight.{i}": torch.rand(shape) for i, shape in enumerate(shapes)}
@@ -71,7 +71,7 @@ def measure_upkeep(program: Program, optimizer: Optimizer, correction: Correctio
 
 
 def _sample(program: Program) -> list[tuple[int, ...]]:
-    """Shapes of the program's parameters, up to the size of the sample."""
+    """Return shapes of the program's parameters, up to the size of the sample."""
     shapes, num_bytes = list[tuple[int, ...]](), 0
     for state in program.state:
         if state.trainable and DTYPES[state.dtype].is_floating_point and num_bytes < _SAMPLE_BYTES:
@@ -94,7 +94,7 @@ def _update_s(
     def update() -> None:
         versions.update(lambda tensors: stepper.step(tensors, gradients, 0))
 
-    update()  # allocates the memory that later ones reuse
+    update()  # allocates the memory that later updates reuse
     return _mean(update)
 
 
@@ -106,7 +106,7 @@ def _mean(action: Callable[[], None]) -> float:
 
 
 def _move_s() -> float:
-    """Processor time of one end, per byte."""
+    """Return the processor time of one end, per byte."""
     left, right = unix_pair(LinkConfig(headers=Data))
     buffers = [memoryview(bytearray(_MESSAGE_BYTES)) for _ in range(2)]
     receiver = threading.Thread(target=_receive, args=(right, buffers[1]))

@@ -9,13 +9,11 @@ training run caches are cold, memory is allocated and freed, a container's quota
 
     slowdown = seconds of a stretch of the program, forward and backward repeated / seconds of its operations alone
 
-The stretch is the program's beginning, as much as fits into the time and memory for it. The reference mix is small: it
-runs as a whole, repeated for long enough that a quota takes effect.
+The stretch is the beginning of the program, up to the last cut within the time and memory for it.
 
-Workloads to measure a machine's speed on: a job's own program, or a reference mix of common layers.
-
-The mix runs in plain torch without tracing, so that a PC that joins is measured within seconds; its FLOPs are counted
-by hand. A product of an m x k by a k x n matrix is 2 m k n; backward takes twice as much as forward.
+The reference mix of common layers is small: it runs as a whole, repeated for long enough that a quota takes effect. It
+runs in plain torch without tracing, so that a PC that joins is measured within seconds. Its FLOPs are counted by hand:
+the product of an m x k by a k x n matrix is 2 m k n, and backward takes twice as much as forward.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class WorkloadBlock:
 
 
 def reference_mix() -> list[WorkloadBlock]:
-    """A transformer block and a convolution block, both with the sizes of a small model."""
+    """Return a transformer block and a convolution block, both with the sizes of a small model."""
     tokens = _BATCH * _LENGTH
     linear = 2 * tokens * 12 * _WIDTH**2  # query, key, value and out: 4 width^2; two of the fourfold width: 8
     attention = 2 * (2 * tokens * _LENGTH * _WIDTH)
@@ -74,13 +72,13 @@ def reference_mix() -> list[WorkloadBlock]:
 
 
 def forward_backward(block: nn.Module, x: Tensor) -> None:
-    """A forward and a backward pass."""
+    """Run a forward and a backward pass."""
     loss: Tensor = block(x).square().mean()
     loss.backward()  # type: ignore[no-untyped-call]
 
 
 class _Transformer(nn.Module):
-    """Written out as models do, so that a pass is the same operations on every device."""
+    """A transformer block of basic operations, so that a pass has the same operations on every device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,13 +104,15 @@ def _convolutions() -> nn.Module:
     )  # fmt: skip
 
 
+# slowdown of a program
+
 _MAX_STRETCH_BYTES = 500_000_000
 _MIN_RUNS = 3
-_DEFAULT_SLOWDOWN = 1.15  # of a program that does not run on made-up data
+_DEFAULT_SLOWDOWN = 1.15  # of a program that does not run on synthetic data
 
 
 def measure_slowdown(program: Program, costs: Costs, seconds: Sequence[OpSeconds], *, budget_s: float = 1.0) -> float:
-    """The slowdown with the current number of torch threads; `seconds` and `costs` are of the same microbatch."""
+    """Measure the slowdown with the current torch threads; `seconds` and `costs` are of the same microbatch."""
     end = _stretch_end(program, costs, seconds, budget_s / (_MIN_RUNS + 1))
     alone_s = sum(op.total_s for op in seconds[:end])
     if not alone_s:
@@ -120,14 +120,14 @@ def measure_slowdown(program: Program, costs: Costs, seconds: Sequence[OpSeconds
     stage = split(program, () if end == len(program.ops) else (end,))[0]
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about made-up data, not about the model
+            warnings.simplefilter("ignore")  # about synthetic data, not about the model
             return max(1.0, _pass_seconds(stage, costs.batch, budget_s) / alone_s)
     except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError):
-        return _DEFAULT_SLOWDOWN  # an op that rejects made-up data
+        return _DEFAULT_SLOWDOWN  # an op that rejects synthetic data
 
 
 def _stretch_end(program: Program, costs: Costs, seconds: Sequence[OpSeconds], max_s: float) -> int:
-    """The end of the stretch: the last cut within time and memory, at least the first cut."""
+    """Return the end of the stretch: the last cut within time and memory, at least the first cut."""
     taken_s, taken_bytes, spent, best = 0.0, 0, 0, 0
     for cut in (*legal_cuts(program), len(program.ops)):
         taken_s += sum(op.total_s for op in seconds[spent:cut])
@@ -140,10 +140,10 @@ def _stretch_end(program: Program, costs: Costs, seconds: Sequence[OpSeconds], m
 
 
 def _pass_seconds(stage: Stage, batch: int, budget_s: float) -> float:
-    """Mean seconds of a forward and a backward pass."""
+    """Return the mean seconds of a forward and a backward pass."""
     runner = Interpreter(stage)
-    state = {s.target: _made_up(s.dtype, s.shape).requires_grad_(s.trainable) for s in stage.state}
-    inputs = [_made_up(v.dtype, [resolve_dim(d, batch) for d in v.shape]) for v in stage.inputs]
+    state = {s.target: _synthetic(s.dtype, s.shape).requires_grad_(s.trainable) for s in stage.state}
+    inputs = [_synthetic(v.dtype, [resolve_dim(d, batch) for d in v.shape]) for v in stage.inputs]
 
     def once() -> None:
         tape = Tape(runner, state, inputs)
@@ -159,8 +159,8 @@ def _pass_seconds(stage: Stage, batch: int, budget_s: float) -> float:
     return (time.perf_counter() - began) / runs
 
 
-def _made_up(dtype: str, shape: Sequence[int]) -> Tensor:
-    """Small fractions; for integers 0, which is an index of every table."""
+def _synthetic(dtype: str, shape: Sequence[int]) -> Tensor:
+    """Return small fractions; for integers 0, which is a valid index of every table."""
     kind = DTYPES[dtype]
     return torch.rand(shape).mul_(0.05).to(kind) if kind.is_floating_point else torch.zeros(shape, dtype=kind)
 
@@ -169,6 +169,8 @@ def _ones(output: Any) -> Tensor | None:
     is_float = isinstance(output, Tensor) and output.is_floating_point()
     return torch.ones_like(output) if is_float else None
 
+
+# speed
 
 _JOB_S, _MIX_S = 4.0, 2.0
 _WARM_UPS = 2
@@ -181,7 +183,7 @@ class Speed:
 
 
 def usable_cores() -> float:
-    """Processors that this process may use, within its affinity and its container's quota."""
+    """Return the processors that this process may use, within its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(float(cores), host_limits().cores or cores)
 
@@ -189,7 +191,7 @@ def usable_cores() -> float:
 def measure_speed(
     job: Workload | None = None, *, threads: int, device: torch.device | None = None, budget_s: float | None = None
 ) -> Speed:
-    """Speed on a job's program, or on the reference mix; an accelerator is measured on the mix."""
+    """Measure the speed on a job's program, or on the reference mix; an accelerator is measured on the mix."""
     device = device or torch.device("cpu")
     with torch_threads(threads):
         if job is not None and device.type == "cpu":
@@ -209,7 +211,7 @@ def _of_job(work: Workload, budget_s: float) -> Speed:
 
 
 def block_seconds(block: WorkloadBlock, device: torch.device, budget_s: float) -> float:
-    """Mean seconds of as many passes as the budget allows, after two for warm-up."""
+    """Return the mean seconds of as many passes as the budget allows, after two for warm-up."""
     layers, x = block.build().to(device), torch.rand(block.shape, device=device)
     for _ in range(_WARM_UPS):
         forward_backward(layers, x)

@@ -38,7 +38,7 @@ class AttemptReady(_Message, frozen=True):
 
 
 class Chunk(_Message, frozen=True, omit_defaults=True):
-    """A chunk. Its encoded bytes follow, unless `offset` says where in the sender's shared buffer they are."""
+    """A chunk. Its encoded bytes follow, unless `offset` is their position in the sender's shared buffer."""
 
     phase: Phase
     step: Count
@@ -51,11 +51,11 @@ class ChunkTaken(_Message, frozen=True):
 
 
 class AttemptAborted(_Message, frozen=True):
-    """This ring has failed in this attempt, because of `member`. `bad`: its contribution is not finite."""
+    """This ring has failed in this attempt, because of `member`. `is_not_finite`: its contribution is not finite."""
 
     member: Name
-    why: Sentence
-    bad: bool = False
+    reason: Sentence
+    is_not_finite: bool = False
 
 
 Message: TypeAlias = AttemptReady | Chunk | ChunkTaken | AttemptAborted

@@ -16,7 +16,7 @@ __all__ = [
     "CommitAverage",
     "EndAfter",
     "FormRings",
-    "Order",
+    "Command",
     "SaveState",
     "RingPosition",
     "StopStage",
@@ -28,7 +28,7 @@ __all__ = [
     "LossReport",
     "AveragingFailed",
     "StageReady",
-    "Reports",
+    "Report",
     "RingsReady",
     "StateSaved",
     "AverageApplied",
@@ -111,10 +111,10 @@ class StageReady(TaggedRecord, frozen=True):
 
 
 class LinkReport(TaggedRecord, frozen=True):
-    """A link to a peer was established: its type, why no better one was possible, and how to improve it."""
+    """A link to a peer was established: its kind, the reason why it is not a better one, and a hint to improve it."""
 
     peer: str
-    how: str  # direct, punched, relayed, unix or memory
+    kind: str  # direct, punched, relayed, unix or memory
     reason: str
     hint: str = ""
 
@@ -190,8 +190,8 @@ class AverageApplied(TaggedRecord, frozen=True):
     round: int
 
 
-Order = EndAfter | SaveState | StopStage | FormRings | StartAveraging | CommitAverage | AbortAveraging
-Reports = (
+Command = EndAfter | SaveState | StopStage | FormRings | StartAveraging | CommitAverage | AbortAveraging
+Report = (
     StageReady | LinkReport | LossReport | EvaluationReport | StepReport | StateSaved | StageFailed | RingsReady |
     AveragingStarted | AverageReady | AveragingFailed | AverageApplied
 )  # fmt: skip

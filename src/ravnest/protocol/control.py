@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ravnest.core.config import Record, TaggedRecord, require
 from ravnest.core.ids import check_id
-from ravnest.protocol.commands import Order, Reports
+from ravnest.protocol.commands import Command, Report
 from ravnest.protocol.peer import Peer, PeerAddresses
 
 __all__ = [
@@ -37,13 +37,13 @@ __all__ = [
     "FILE_HEADER",
     "MAX_MESSAGE_BYTES",
     "NODE_HEADER",
-    "MOST_COPIES",
+    "MAX_REPLICAS",
 ]
 
 MAX_MESSAGE_BYTES = 256 * 1024
 NODE_HEADER = "X-Ravnest-Node"  # on a unix socket: the name of the client
 FILE_HEADER = "X-Ravnest-File"  # on a unix socket: a file of this host instead of a body
-MOST_COPIES = 4  # replicas per node: its own, those of other nodes, and those that a plan may still need
+MAX_REPLICAS = 4  # replicas per node: its own, those of other nodes, and those that a plan may still need
 
 _MAX_MEMORY_BYTES, _MAX_BYTES_PER_S, _MAX_GFLOPS, _MAX_LATENCY_S = 1 << 46, 1e12, 1e8, 60.0
 _MAX_THREADS, _MAX_DEVICE = 4096, 32
@@ -70,7 +70,10 @@ class NodeProfile(Record, frozen=True, kw_only=True):
             0 <= self.latency_s <= _MAX_LATENCY_S,
             f"latency_s must be >= 0 and <= {_MAX_LATENCY_S}, got {self.latency_s}",
         )
-        require(len(self.device) <= _MAX_DEVICE, f"device has at most {_MAX_DEVICE} letters, got {len(self.device)}")
+        require(
+            len(self.device) <= _MAX_DEVICE,
+            f"device must have at most {_MAX_DEVICE} characters, got {len(self.device)}",
+        )
 
 
 def _require_positive(name: str, value: float, limit: float) -> None:
@@ -100,21 +103,21 @@ class ReplicaInfo(Record, frozen=True):
 
 
 class ReplicaSource(Record, frozen=True, kw_only=True):
-    """A replica to resume from: in this node's store (`giver` None), or sent by `giver` in transfer `transfer`."""
+    """A replica to resume from: in this node's store, or sent by the node `source` in transfer `transfer`."""
 
-    copy: ReplicaInfo
-    giver: Peer | None = None
+    replica: ReplicaInfo
+    source: Peer | None = None
     transfer: int = 0
 
 
 class Assignment(Record, frozen=True, kw_only=True):
     """A stage of a cluster for a node to train. `generation` is the one in which the cluster was formed.
 
-    `file` is the stage (`graph.load`), `brief` its configuration (an encoded `pipeline.config.StageConfig`), `weights`
+    `file` is the stage (`graph.load`), `config` its configuration (an encoded `pipeline.config.StageConfig`), `weights`
     its initial weights (None: drawn from the seed). Without a peer `before`, the coordinator feeds the stage.
 
-    A cluster that resumes starts after `begin` updates, with the tensors of `sources` and of the `states` files; of
-    several with the same tensor, the first counts.
+    A cluster that resumes starts after `first_update` updates, with the tensors of `sources` and of the `states` files;
+    a tensor that several of them have is taken from the first.
     """
 
     generation: int
@@ -122,11 +125,11 @@ class Assignment(Record, frozen=True, kw_only=True):
     stage: int
     count: int
     file: Blob
-    brief: Blob
+    config: Blob
     weights: Blob | None = None
     before: Peer | None = None
     after: Peer | None = None
-    begin: int = 0
+    first_update: int = 0
     sources: tuple[ReplicaSource, ...] = ()
     states: tuple[Blob, ...] = ()
 
@@ -137,58 +140,58 @@ class Assignment(Record, frozen=True, kw_only=True):
 class Hello(TaggedRecord, frozen=True, kw_only=True):
     """First message of a session: resources and addresses of the node, which its certificate names.
 
-    `holding` is the generation of its assignment, or 0; `done` the number of updates that it has made. `copies` are
-    the replicas in its store.
+    `held_generation` is that of its assignment, or 0. `replicas` are those in its store.
     """
 
     release: str
     profile: NodeProfile
-    where: PeerAddresses
-    holding: int = 0
-    done: int = 0
-    copies: tuple[ReplicaInfo, ...] = ()
+    addresses: PeerAddresses
+    held_generation: int = 0
+    replicas: tuple[ReplicaInfo, ...] = ()
 
     def __post_init__(self) -> None:
-        require(len(self.copies) <= MOST_COPIES, f"a node has at most {MOST_COPIES} replicas, got {len(self.copies)}")
+        require(
+            len(self.replicas) <= MAX_REPLICAS, f"at most {MAX_REPLICAS} replicas are allowed, got {len(self.replicas)}"
+        )
 
 
 class AddressChanged(TaggedRecord, frozen=True):
     """The endpoint of this node has other addresses now."""
 
-    where: PeerAddresses
+    addresses: PeerAddresses
 
 
 class Heartbeat(TaggedRecord, frozen=True):
-    """The node is alive; `doing` describes its activity."""
+    """The node is alive; `activity` describes its current work."""
 
-    doing: str = ""
+    activity: str = ""
 
 
 class StageReport(TaggedRecord, frozen=True):
     """A report of the stage of this generation."""
 
     generation: int
-    report: Reports
+    report: Report
 
 
 class AssignmentReleased(TaggedRecord, frozen=True):
     """Nothing is left of the assignment of this generation, except perhaps a replica."""
 
     generation: int
-    copy: ReplicaInfo | None = None
+    replica: ReplicaInfo | None = None
 
 
 class ReplicaStored(TaggedRecord, frozen=True):
     """The replica of this transfer is stored; or it is not, for `reason`."""
 
     transfer: int
-    copy: ReplicaInfo | None = None
+    replica: ReplicaInfo | None = None
     num_bytes: int = 0
     reason: str = ""
 
 
 class LeaveRequest(TaggedRecord, frozen=True):
-    """The node leaves for good, and asks to be released."""
+    """The node leaves for good once it is released."""
 
     reason: str = ""
 
@@ -197,10 +200,10 @@ class LeaveRequest(TaggedRecord, frozen=True):
 
 
 class Welcome(TaggedRecord, frozen=True, kw_only=True):
-    """The node is admitted. It sends a `Heartbeat` every `beat_s`; after three missed ones it counts as lost."""
+    """The node is admitted. It sends a `Heartbeat` every `heartbeat_s`; after three missed ones it counts as lost."""
 
     run: str
-    beat_s: float
+    heartbeat_s: float
 
 
 class DesiredAssignment(TaggedRecord, frozen=True):
@@ -214,14 +217,14 @@ class StageCommand(TaggedRecord, frozen=True):
     """A command for the stage of this generation."""
 
     generation: int
-    command: Order
+    command: Command
 
 
 class SendReplica(TaggedRecord, frozen=True):
     """Send a replica of this stage to `target`: its current state if this node trains it, otherwise from the store."""
 
     transfer: int
-    copy: ReplicaInfo
+    replica: ReplicaInfo
     target: Peer
 
 
@@ -229,15 +232,15 @@ class StoreReplica(TaggedRecord, frozen=True):
     """Fetch a replica from `source` and store it instead of an older one."""
 
     transfer: int
-    copy: ReplicaInfo
+    replica: ReplicaInfo
     source: Peer
 
 
 class Disconnect(TaggedRecord, frozen=True):
-    """The coordinator ends the session, for `reason`; the node may reconnect if `again`."""
+    """The coordinator ends the session, for `reason`; the node may reconnect if `may_reconnect`."""
 
     reason: str
-    again: bool = True
+    may_reconnect: bool = True
 
 
 FromNode = Hello | AddressChanged | Heartbeat | StageReport | AssignmentReleased | ReplicaStored | LeaveRequest

@@ -12,7 +12,7 @@ _MAX_HOST = 64
 
 
 class PeerAddresses(Record, frozen=True):
-    """Where a node's endpoint is: its own addresses, and the one that the coordinator sees.
+    """Addresses of a node's endpoint: its own, and the one that the coordinator observes.
 
     Nodes with the same non-empty `host` run on one machine for one user and reach each other by unix socket.
     """
@@ -24,16 +24,16 @@ class PeerAddresses(Record, frozen=True):
     def __post_init__(self) -> None:
         require(
             len(self.addresses) <= _MAX_ADDRESSES,
-            f"a node has at most {_MAX_ADDRESSES} addresses, got {len(self.addresses)}",
+            f"at most {_MAX_ADDRESSES} addresses are allowed, got {len(self.addresses)}",
         )
-        require(len(self.host) <= _MAX_HOST, f"host has at most {_MAX_HOST} letters, got {len(self.host)}")
+        require(len(self.host) <= _MAX_HOST, f"host must have at most {_MAX_HOST} characters, got {len(self.host)}")
 
 
 class Peer(Record, frozen=True, kw_only=True):
     """A neighbour, its addresses, and the pair's token at the relay, which the coordinator runs."""
 
     name: str
-    where: PeerAddresses
+    addresses: PeerAddresses
     relay_token: str
 
     def __post_init__(self) -> None:

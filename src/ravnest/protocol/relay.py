@@ -3,7 +3,7 @@
     message    magic 4s | num_bytes u16 | MessagePack, at most 1024 bytes
 
 A client sends `RelayJoin` and receives `RelayJoined` when the other end has joined too; from then on every byte goes
-between the two ends. Or it sends `ObserveAddress` and receives the address from which the relay sees it. No I/O here.
+between the two ends. Or it sends `ObserveAddress` and receives its address as the relay observes it. No I/O here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RelayJoin(msgspec.Struct, tag="join", frozen=True):
 
 
 class ObserveAddress(msgspec.Struct, tag="observe", frozen=True):
-    """Report the address from which the relay sees the sender."""
+    """Report the address of the sender, as the relay observes it."""
 
 
 class RelayJoined(msgspec.Struct, tag="joined", frozen=True):
@@ -60,14 +60,14 @@ class RelayJoined(msgspec.Struct, tag="joined", frozen=True):
     peer: str
 
 
-class ObservedAddress(msgspec.Struct, tag="seen", frozen=True):
-    """The client's address, as seen by the relay."""
+class ObservedAddress(msgspec.Struct, tag="observed", frozen=True):
+    """The client's address, as the relay observes it."""
 
     host: str
     port: int
 
 
-class RelayRejected(msgspec.Struct, tag="refused", frozen=True):
+class RelayRejected(msgspec.Struct, tag="rejected", frozen=True):
     """The request was rejected; the relay closes the connection."""
 
     reason: str

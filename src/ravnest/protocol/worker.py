@@ -7,7 +7,7 @@
     StageCommand        ->        (for the stage of one generation)
                         <-        StageReport
     ReleaseStage        ->
-                        <-        StageReleased, whatever the reason
+                        <-        StageReleased, in any case
     SendReplica, StoreReplica ->
                         <-        ReplicaStored
     StopStage           ->        the process ends
@@ -76,7 +76,7 @@ class AssignStage(TaggedRecord, frozen=True, kw_only=True):
 
 
 class ReleaseStage(TaggedRecord, frozen=True):
-    """Release the stage of this generation, if you hold it."""
+    """Release the stage of this generation, if the worker holds it."""
 
     generation: int
 
@@ -95,7 +95,7 @@ class StageReleased(TaggedRecord, frozen=True):
 
 
 class WorkerUnable(TaggedRecord, frozen=True):
-    """This machine, or the owner's settings, do not allow work; a retry would not help."""
+    """The worker cannot run on this machine or with the owner's settings; a retry would not help."""
 
     reason: str
 

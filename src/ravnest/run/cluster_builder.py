@@ -1,4 +1,4 @@
-"""Builds clusters from plans: the files of their stages, the rings between them, and what to expect of each.
+"""Builds clusters from plans: the files of their stages, the rings between them, and their expected speed.
 
 The traced program stays in the requester's process; only stages leave it.
 """
@@ -32,12 +32,12 @@ from ravnest.run.plan import PipelinePlan, StagePlan
 
 __all__ = ["ClusterBuilder", "FleetClusterBuilder", "cluster_names"]
 
-_SLACK = 3  # microbatches in flight beyond what the plan needs: on real lines one waits behind another
-_HEADER_BYTES = 1 << 20  # of a weights file, beside its tensors
+_SLACK = 3  # microbatches in flight beyond those of the plan: on real lines they queue
+_HEADER_BYTES = 1 << 20  # of a weights file, in addition to its tensors
 
 
 class ClusterBuilder:
-    """Makes the files of planned clusters. Called in one thread at a time; `plan` and `better` are the subclass's."""
+    """Writes the files of planned clusters; subclasses plan them. Called in one thread at a time."""
 
     def __init__(
         self,
@@ -55,16 +55,18 @@ class ClusterBuilder:
         self.checkpoint: Checkpoint | None = None  # the state of stages of which no node has a replica
         self._machines: dict[str, Machine] = {}
 
-    def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> PlannedClusters:
-        """Return clusters of these machines; of `broken` clusters that some of them were in, repairs are preferred."""
+    def plan(
+        self, machines: Sequence[Machine], generation: int, failed_clusters: Sequence[str] = ()
+    ) -> PlannedClusters:
+        """Return clusters of these machines; repairs of `failed_clusters` that had some of them are preferred."""
         raise AssertionError("a subclass plans")
 
-    def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
-        """Return the running clusters that stand in the way of a much better plan, and the reason."""
+    def find_better_plan(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        """Return the running clusters that a much better plan would replace, and the reason."""
         raise AssertionError("a subclass plans")
 
     def rings(self, clusters: Sequence[ClusterSpec]) -> list[RingShape]:
-        """A ring for every segment that has something to average, of its owners in all clusters."""
+        """Return a ring for every segment with tensors to average: the owners of the segment in all clusters."""
         shapes: list[RingShape] = []
         segments = find_segments(self._chain, [cluster.cuts for cluster in clusters])
         starts = [segment.start for segment in segments]
@@ -79,7 +81,7 @@ class ClusterBuilder:
         return shapes
 
     def _averaged(self) -> Iterator[tuple[int, StateSpec]]:
-        """What training changes, each with the op that reads it first: its owner is the stage of that op."""
+        """Yield the tensors that training changes, each after the first op that reads it; its stage owns the tensor."""
         first: dict[str, int] = {}
         for i, op in enumerate(self._program.ops):
             for name in refs(op):
@@ -89,38 +91,38 @@ class ClusterBuilder:
                 yield first[state.name], state
 
     def stages(
-        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], lacking: Sequence[int] = ()
+        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
     ) -> list[StageFiles]:
-        """The files of a cluster's stages, root first."""
+        """Return the files of a cluster's stages, in their order; weights and states only of `missing_stages`."""
         plan = self.plans[cluster.id]
-        given = roles(plan.stages, [rule.delay for rule in plan.rules])
+        stage_roles = roles(plan.stages, [rule.delay for rule in plan.rules])
         return [
             StageFiles(
                 file=dump(stage),
-                brief=msgspec.msgpack.encode(
+                config=msgspec.msgpack.encode(
                     StageConfig(
                         settings=self._trainer, rule=rule, role=role, max_batch=self.microbatch,
                         threads=profile.threads,
                     )
                 ),
-                weights=self._first_weights(cluster, stage) if stage.index in lacking else None,
-                states=self._states(cluster, stage) if stage.index in lacking else (),
+                weights=self._first_weights(cluster, stage) if stage.index in missing_stages else None,
+                states=self._states(cluster, stage) if stage.index in missing_stages else (),
                 max_bytes=_owned_bytes(stage) + _HEADER_BYTES,
             )
-            for stage, rule, role, profile in zip(plan.stages, plan.rules, given, profiles, strict=True)
+            for stage, rule, role, profile in zip(plan.stages, plan.rules, stage_roles, profiles, strict=True)
         ]  # fmt: skip
 
     def _states(self, cluster: ClusterSpec, stage: Stage) -> tuple[Path, ...]:
-        """What the checkpoint has for a stage, out of files of stages that may have been cut elsewhere."""
-        found: list[Path] = []
+        """Write the tensors of a stage from the checkpoint, whose stages may have had other cuts; return the files."""
+        paths: list[Path] = []
         checkpoint = self.checkpoint
         names = set(owned(stage))
         for number, file in enumerate(checkpoint.manifest.files if checkpoint is not None else ()):
             if checkpoint is not None and names & {kind_and_name(entry)[1] for entry in file.tensors}:
                 path = self._folder / f".state-{cluster.id}-{stage.index}-{number}.safetensors"
                 select(checkpoint.folder / file.name, path, names)
-                found.append(path)
-        return tuple(found)
+                paths.append(path)
+        return tuple(paths)
 
     def _first_weights(self, cluster: ClusterSpec, stage: Stage) -> Path | None:
         path = self._folder / f".first-{cluster.id}-{stage.index}.safetensors"
@@ -148,23 +150,29 @@ class FleetClusterBuilder(ClusterBuilder):
         self._synchronous, self._min_stages, self._num_spares = synchronous, min_stages, num_spares
         self._rows: dict[str, ClusterPlan] = {}
 
-    def plan(self, machines: Sequence[Machine], generation: int, broken: Sequence[str] = ()) -> PlannedClusters:
-        """The best clusters of these machines, whose speeds are in GFLOP/s; broken ones are mended if that is best."""
-        found = plan_in_subprocess(self._task(machines), self._running(broken))
-        names = cluster_names(generation, len(found.clusters))
+    def plan(
+        self, machines: Sequence[Machine], generation: int, failed_clusters: Sequence[str] = ()
+    ) -> PlannedClusters:
+        """Return the best clusters of these machines; failed clusters are repaired if that is best."""
+        result = plan_in_subprocess(self._task(machines), self._running(failed_clusters))
+        names = cluster_names(generation, len(result.clusters))
         clusters = tuple(
-            self._cluster(name, generation, plan, broken) for name, plan in zip(names, found.clusters, strict=True)
+            self._cluster(name, generation, plan, failed_clusters)
+            for name, plan in zip(names, result.clusters, strict=True)
         )
-        idle = [tuple(IdleNode(one.name, one.reason) for one in group) for group in (found.spares, found.left_out)]
-        return PlannedClusters(clusters, idle[0], idle[1], found.reason)
+        spares, left_out = (
+            tuple(IdleNode(machine.name, machine.reason) for machine in group)
+            for group in (result.spares, result.left_out)
+        )
+        return PlannedClusters(clusters, spares, left_out, result.reason)
 
-    def better(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
-        """Which running clusters stand in the way of a plan that is worth enough more, and which plan that is."""
-        found = plan_in_subprocess(self._task(machines), self._running(running))
-        kept = {(plan.members, plan.partition.cuts) for plan in found.clusters}
+    def find_better_plan(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
+        """Return the running clusters that a sufficiently better plan would replace, and the reason of that plan."""
+        result = plan_in_subprocess(self._task(machines), self._running(running))
+        kept = {(plan.members, plan.partition.cuts) for plan in result.clusters}
         rows = {name: self._rows[name] for name in running if name in self._rows}
-        ends = tuple(name for name, row in rows.items() if (row.members, row.partition.cuts) not in kept)
-        return ends, found.reason
+        replaced = tuple(name for name, row in rows.items() if (row.members, row.partition.cuts) not in kept)
+        return replaced, result.reason
 
     def _task(self, machines: Sequence[Machine]) -> Task:
         timed = self._timed
@@ -174,44 +182,49 @@ class FleetClusterBuilder(ClusterBuilder):
         return replace(task, min_stages=self._min_stages, slack=_SLACK, num_spares=self._num_spares)
 
     def _running(self, names: Sequence[str]) -> FleetPlan | None:
-        """Clusters as the planner knows them; None if there are none."""
+        """Return clusters in the form of the planner; None if the planner made none of them."""
         rows = tuple(self._rows[name] for name in names if name in self._rows)
         return FleetPlan(rows, (), (), sum(row.samples_per_s for row in rows), "") if rows else None
 
-    def _mended(self, plan: ClusterPlan, broken: Sequence[str]) -> str:
-        """The cluster that most of these machines were in."""
-        shared = {name: len(set(self._rows[name].members) & set(plan.members)) for name in broken if name in self._rows}
+    def _repaired_cluster(self, plan: ClusterPlan, failed_clusters: Sequence[str]) -> str:
+        """Return the failed cluster that had most of these machines; empty if no cluster had any."""
+        shared = {
+            name: len(set(self._rows[name].members) & set(plan.members))
+            for name in failed_clusters
+            if name in self._rows
+        }
         best = max(shared, key=shared.__getitem__, default="")
         return best if best and shared[best] else ""
 
-    def _cluster(self, name: str, generation: int, plan: ClusterPlan, broken: Sequence[str]) -> ClusterSpec:
+    def _cluster(self, name: str, generation: int, plan: ClusterPlan, failed_clusters: Sequence[str]) -> ClusterSpec:
         depths = tuple(plan.partition.depths)
-        chosen = stage_schedules(
+        schedules = stage_schedules(
             depths, self._timed.accumulate, synchronous=self._synchronous, max_staleness=self._timed.max_staleness
         )
-        self.plans[name] = self._expected(plan, tuple(chosen))
+        self.plans[name] = self._expected(plan, tuple(schedules))
         self._rows[name] = plan
         return ClusterSpec(
             id=name, generation=generation, members=plan.members, cuts=tuple(plan.partition.cuts),
             accumulate=self._timed.accumulate, depths=depths, samples_per_s=plan.samples_per_s, reason=plan.reason,
-            repairs=self._mended(plan, broken), stage_seconds=tuple(plan.partition.stage_seconds),
+            repairs=self._repaired_cluster(plan, failed_clusters), stage_seconds=tuple(plan.partition.stage_seconds),
         )  # fmt: skip
 
-    def _expected(self, plan: ClusterPlan, chosen: tuple[StageSchedule, ...]) -> PipelinePlan:
-        found, timed = plan.partition, self._timed
+    def _expected(self, plan: ClusterPlan, schedules: tuple[StageSchedule, ...]) -> PipelinePlan:
+        partition, timed = plan.partition, self._timed
         costs = measure_costs(self._program, timed.microbatch)
-        bounds = [0, *found.cuts, len(self._program.ops)]
+        bounds = [0, *partition.cuts, len(self._program.ops)]
         stages = tuple(
             StagePlan(
                 node=plan.members[i], first_op=first, num_ops=end - first,
-                parameter_bytes=costs.parameter_bytes(first, end), memory_bytes=found.memory[i].total,
-                seconds=found.stage_seconds[i], sends_bytes=timed.chain.forward_bytes[end] if end < bounds[-1] else 0,
+                parameter_bytes=costs.parameter_bytes(first, end), memory_bytes=partition.memory[i].total,
+                seconds=partition.stage_seconds[i],
+                sends_bytes=timed.chain.forward_bytes[end] if end < bounds[-1] else 0,
                 depth=rule.depth, delay=rule.delay,
             )
-            for i, ((first, end), rule) in enumerate(zip(pairwise(bounds), chosen, strict=True))
+            for i, ((first, end), rule) in enumerate(zip(pairwise(bounds), schedules, strict=True))
         )  # fmt: skip
         return PipelinePlan(
-            tuple(split(self._program, found.cuts)), stages, chosen, tuple(found.cuts), timed.accumulate,
+            tuple(split(self._program, partition.cuts)), stages, schedules, tuple(partition.cuts), timed.accumulate,
             timed.microbatch, plan.samples_per_s, plan.reason,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Progress of the clusters of a run: notes of the coordinator become losses, progress and a log.
+"""Tracks the progress of the clusters of a run: turns notes of the coordinator into losses, messages and metrics.
 
 The coordinator's loop puts notes into a queue; the thread that iterates the user's data handles them whenever it waits.
 """
@@ -29,7 +29,7 @@ from ravnest.coordinator.events import (
 )
 from ravnest.core.metrics import StageMetrics, bubble
 from ravnest.errors import FrameError, RavnestError, WorkerLost
-from ravnest.protocol.commands import EvaluationReport, LossReport, Reports, StateSaved, StepReport
+from ravnest.protocol.commands import EvaluationReport, LossReport, Report, StateSaved, StepReport
 from ravnest.run.checkpoint.writer import RunCheckpoints
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.coordinator_thread import CoordinatorThread
@@ -48,16 +48,17 @@ from ravnest.run.requester import (
 
 __all__ = ["ClusterProgress", "RunMonitor"]
 
-_LATEST = 20  # steps whose mean loss ranks a cluster, where nothing is held out
+_LATEST = 20  # steps whose mean loss ranks a cluster without held-out data
 _MAX_FAILURES = 3  # of a local cluster in a row, without a step in between
+_POLL_S = 0.5
 
 
 @dataclass
 class ClusterProgress:
-    """One cluster."""
+    """Progress of one cluster."""
 
     plan: PipelinePlan
-    record: LossTracker
+    tracker: LossTracker
     samples: dict[int, int] = field(default_factory=dict)  # of steps in flight
     fed: int = 0
     done_samples: int = 0
@@ -71,66 +72,66 @@ class ClusterProgress:
         return self.done_samples / max(time.monotonic() - self.began_s, 1e-9) if self.began_s else 0.0
 
     @property
-    def worth(self) -> float:
-        """The smaller the better."""
+    def ranking_loss(self) -> float:
+        """The held-out loss, else the mean of the latest training losses; infinite without any."""
         latest = self.losses[-_LATEST:]
-        found = self.validation if not math.isnan(self.validation) else sum(latest) / max(len(latest), 1)
-        return found if latest and not math.isnan(found) else math.inf
+        loss = self.validation if not math.isnan(self.validation) else sum(latest) / max(len(latest), 1)
+        return loss if latest and not math.isnan(loss) else math.inf
 
-    def words(self) -> str:
+    def summary(self) -> str:
         loss = f"loss {self.losses[-1]:.4f}, " if self.losses else ""
-        idle = [f"{bubble(StageMetrics(), m):.0%}" for _, m in sorted(self.record.stages.items())]
-        return f"{self.record.windows_done} updates, {loss}{self.samples_per_s:.1f} samples/s, bubbles {' '.join(idle)}"
-
-
-_LOOK_S = 0.5
+        idle = [f"{bubble(StageMetrics(), m):.0%}" for _, m in sorted(self.tracker.stages.items())]
+        return f"{self.tracker.steps_done} updates, {loss}{self.samples_per_s:.1f} samples/s, bubbles {' '.join(idle)}"
 
 
 class RunMonitor:
-    """Owned by the run's thread; only `notes` is for other threads. `labels` name the values of the loss function."""
+    """Handles the notes of a run. Owned by the run's thread; only `notes` is for other threads.
+
+    `labels` name the values of the loss function.
+    """
 
     def __init__(
         self,
         labels: Sequence[str],
-        maker: ClusterBuilder,
-        keeping: RunCheckpoints,
-        show: ProgressView,
+        builder: ClusterBuilder,
+        checkpoints: RunCheckpoints,
+        view: ProgressView,
         folder: Path,
-        supply: BatchQueue,
+        batch_queue: BatchQueue,
         *,
         is_local: bool,
     ) -> None:
-        self._labels, self._maker, self._keeping = list(labels), maker, keeping
-        self._show, self._folder, self._supply, self._is_local = show, folder, supply, is_local
-        self._failures: tuple[int, int] = (0, 0)  # in a row, and the step at the last
+        self._labels, self._builder, self._checkpoints = list(labels), builder, checkpoints
+        self._view, self._folder, self._batch_queue, self._is_local = view, folder, batch_queue, is_local
+        self._failures: tuple[int, int] = (0, 0)  # failures in a row, and the step at the last one
         self._last_failure = ""
         self.notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
         self.clusters: dict[str, ClusterProgress] = {}
         self.progress = Progress()
         self.losses: list[float] = []
         self.evaluations: list[dict[str, float]] = []
-        self.settled = 0  # batches, in all lives of the run
-        self.bad: tuple[str, int] | None = None  # cluster and window whose loss is not finite
+        self.settled = 0  # batches, including those before a restart
+        self.bad: tuple[str, int] | None = None  # cluster and step whose loss is not finite
         self.began_s = 0.0
         self._samples = 0
         self._is_log_full = False
 
-    _serving: CoordinatorThread
+    _thread: CoordinatorThread
     _log: MetricsFile
 
-    def begin(self, serving: CoordinatorThread, log: MetricsFile) -> None:
-        self._serving, self._log = serving, log
+    def begin(self, thread: CoordinatorThread, log: MetricsFile) -> None:
+        self._thread, self._log = thread, log
 
     def pump_until(self, predicate: Callable[[], bool], timeout_s: float = math.inf, what: str = "") -> None:
-        """Handle the notes that are there, and more until the predicate holds."""
+        """Handle all waiting notes, and further ones until the predicate holds; raises `RavnestError` on timeout."""
         until = time.monotonic() + timeout_s
         while not self.notes.empty() or not predicate():
             if time.monotonic() > until:
                 raise RavnestError(f"{what} took longer than {timeout_s:g} s")
             try:
-                note = self.notes.get(timeout=_LOOK_S)
+                note = self.notes.get(timeout=_POLL_S)
             except queue.Empty:
-                self._serving.check()
+                self._thread.check()
                 continue
             try:
                 self._handle(note)
@@ -139,31 +140,31 @@ class RunMonitor:
                 self._quarantine(note, str(error))
 
     def _quarantine(self, note: StageReported, reason: str) -> None:
-        self._serving.soon(lambda coordinator: coordinator.quarantine(note.cluster, note.stage, reason))
+        self._thread.soon(lambda coordinator: coordinator.quarantine(note.cluster, note.stage, reason))
 
     def _handle(self, note: Note) -> None:
         match note:
             case EventOccurred(event=event):
-                self._happened(event)
+                self._handle_event(event)
             case NodeMessage(text=text, is_failure=is_failure):
                 self._last_failure = text if is_failure else self._last_failure
-                self._show.told(text)
+                self._view.message(text)
             case BatchSettled():
                 self.settled += 1
-                self.progress.step += not self.clusters  # trained while this coordinator was not there
+                self.progress.step += not self.clusters  # trained while this coordinator was not running
             case ClusterStopped(cluster=cluster, reason=reason, is_lost=is_lost):
                 self.clusters.pop(cluster, None)
-                self._keeping.ended(cluster)
+                self._checkpoints.cluster_ended(cluster)
                 if is_lost and self._is_local:
                     self._count_failure(reason)
-            case BatchFed(cluster=cluster, window=window, pieces=pieces) if cluster in self.clusters:
+            case BatchFed(cluster=cluster, step=step, microbatches=microbatches) if cluster in self.clusters:
                 training = self.clusters[cluster]
-                training.fed = window + 1
-                training.samples[window] = sum(piece.samples for piece in pieces if piece.share)
-                for i, piece in enumerate(pieces):
-                    training.record.fed(window * training.record.accumulate + i, piece.share)
+                training.fed = step + 1
+                training.samples[step] = sum(microbatch.samples for microbatch in microbatches if microbatch.share)
+                for i, microbatch in enumerate(microbatches):
+                    training.tracker.add_microbatch(step * training.tracker.accumulate + i, microbatch.share)
             case StageReported(cluster=cluster, stage=stage, report=report) if cluster in self.clusters:
-                self._reported(cluster, stage, report)
+                self._handle_report(cluster, stage, report)
 
     def _count_failure(self, reason: str) -> None:
         """End a local run whose workers fail again and again without training a step."""
@@ -172,11 +173,11 @@ class RunMonitor:
         self._failures = count, self.progress.step
         if count >= _MAX_FAILURES:
             raise WorkerLost(
-                f"{self._last_failure or reason}. It failed {count} times without a step in between; the logs are in "
-                f"{self._folder}"
+                f"{self._last_failure or reason}. The cluster failed {count} times without a step in between; "
+                f"the logs are in {self._folder}"
             )
 
-    def _is_shown(self, event: Event) -> bool:
+    def _is_visible(self, event: Event) -> bool:
         if isinstance(event, LeaseGranted | LeaseSettled | ConnectionRejected):
             return False
         if self._is_local:
@@ -185,56 +186,58 @@ class RunMonitor:
             )
         return True
 
-    def _happened(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         if isinstance(event, LeaseGranted | LeaseSettled):
             return
-        if self._is_shown(event) and (text := describe(event)) is not None:
-            self._show.told(text)
+        if self._is_visible(event) and (text := describe(event)) is not None:
+            self._view.message(text)
         if isinstance(event, PlanCreated):
             for cluster in event.clusters:
-                plan = self._maker.plans[cluster.id]
-                record = LossTracker(self._labels, cluster.accumulate, len(cluster.members), first=cluster.first_update)
-                self.clusters[cluster.id] = ClusterProgress(plan, record, fed=cluster.first_update)
+                plan = self._builder.plans[cluster.id]
+                tracker = LossTracker(
+                    self._labels, cluster.accumulate, len(cluster.members), first=cluster.first_update
+                )
+                self.clusters[cluster.id] = ClusterProgress(plan, tracker, fed=cluster.first_update)
                 if not self._is_local or event.generation == 1:
-                    self._show.planned(plan, cluster.id if len(event.clusters) > 1 or not self._is_local else "")
-            self._supply.lead = max(4, 2 * len(self.clusters))
+                    self._view.planned(plan, cluster.id if len(event.clusters) > 1 or not self._is_local else "")
+            self._batch_queue.lead = max(4, 2 * len(self.clusters))
             self._write_plans()
         elif isinstance(event, RoundStarted):
             self._write({"round": event.number, "attempt": event.attempt, "seconds": self._seconds()})
-        elif isinstance(event, NodeReady) and self._serving.call(lambda c: c.state.is_training(event.cluster)):
+        elif isinstance(event, NodeReady) and self._thread.call(lambda c: c.state.is_training(event.cluster)):
             training = self.clusters.get(event.cluster)
             if training is not None and not training.began_s:
                 training.began_s = time.monotonic()
                 self.began_s = self.began_s or training.began_s
 
-    def _reported(self, cluster: str, stage: int, report: Reports) -> None:
+    def _handle_report(self, cluster: str, stage: int, report: Report) -> None:
         training = self.clusters[cluster]
-        record = training.record
+        tracker = training.tracker
         match report:
             case LossReport(values=values):
-                window = record.lost(values)
-                if window is not None and self.bad is None:
-                    self.bad = bad = cluster, window
-                    self._serving.soon(lambda c: c.running.end_after(*bad))
+                step = tracker.add_losses(values)
+                if step is not None and self.bad is None:
+                    self.bad = bad = cluster, step
+                    self._thread.soon(lambda c: c.running.end_after(*bad))
             case StepReport(metrics=metrics):
                 if metrics.stage != stage:
-                    raise FrameError(f"stage {stage} calls itself {metrics.stage}")
-                for window, means in record.updated(metrics):
-                    self._window_done(cluster, training, window, means)
+                    raise FrameError(f"stage {stage} sent metrics of stage {metrics.stage}")
+                for step, means in tracker.updated(metrics):
+                    self._step_done(cluster, training, step, means)
             case EvaluationReport(number=number, batch=batch, values=values):
-                found = record.evaluated(number, batch, values)
-                if found is not None:
-                    self._evaluated(cluster, training, found)
+                evaluation = tracker.evaluated(number, batch, values)
+                if evaluation is not None:
+                    self._evaluation_done(cluster, training, evaluation)
             case StateSaved(updates=updates, failure=failure, is_state=True):
-                keeping = self._keeping
-                keeping.saved(cluster, stage, updates, failure)
-                if not keeping.is_waiting:
-                    self._maker.checkpoint = keeping.newest() or self._maker.checkpoint
+                checkpoints = self._checkpoints
+                checkpoints.saved(cluster, stage, updates, failure)
+                if not checkpoints.is_waiting:
+                    self._builder.checkpoint = checkpoints.newest() or self._builder.checkpoint
             case StateSaved():
                 training.saved.add(stage)
 
-    def _window_done(self, cluster: str, training: ClusterProgress, window: int, means: list[float]) -> None:
-        samples = training.samples.pop(window)
+    def _step_done(self, cluster: str, training: ClusterProgress, step: int, means: list[float]) -> None:
+        samples = training.samples.pop(step)
         training.losses.append(means[0])
         training.done_samples += samples
         self._samples += samples
@@ -244,21 +247,21 @@ class RunMonitor:
         progress.loss, progress.metrics = means[0], dict(zip(self._labels[1:], means[1:], strict=True))
         progress.samples_per_s = self._samples / max(time.monotonic() - self.began_s, 1e-9)
         if len(self.clusters) > 1 or not self._is_local:
-            progress.clusters = {c: t.words() for c, t in self.clusters.items()}
+            progress.clusters = {c: t.summary() for c, t in self.clusters.items()}
         else:
-            progress.stages = training.record.stages
+            progress.stages = training.tracker.stages
         self._write({"step": progress.step, "cluster": cluster, "loss": means[0], **progress.metrics,
                      "seconds": self._seconds(),
-                     "stages": [msgspec.structs.asdict(m) for m in training.record.stages.values()]})  # fmt: skip
-        self._show.update(progress)
+                     "stages": [msgspec.structs.asdict(m) for m in training.tracker.stages.values()]})  # fmt: skip
+        self._view.update(progress)
 
-    def _evaluated(self, cluster: str, training: ClusterProgress, found: dict[str, float]) -> None:
-        training.validation = found[self._labels[0]]
-        self.progress.validation = {name: value for name, value in found.items() if name != "step"}
-        self.evaluations.append(found)
-        self._write({"evaluation": found["step"], "cluster": cluster, **self.progress.validation,
+    def _evaluation_done(self, cluster: str, training: ClusterProgress, evaluation: dict[str, float]) -> None:
+        training.validation = evaluation[self._labels[0]]
+        self.progress.validation = {name: value for name, value in evaluation.items() if name != "step"}
+        self.evaluations.append(evaluation)
+        self._write({"evaluation": evaluation["step"], "cluster": cluster, **self.progress.validation,
                      "seconds": self._seconds()})  # fmt: skip
-        self._show.update(self.progress)
+        self._view.update(self.progress)
 
     def _seconds(self) -> float:
         return round(self._log.seconds + time.monotonic() - self.began_s, 3)
@@ -268,7 +271,7 @@ class RunMonitor:
             self._log.write(line)
         except OSError as error:
             if not self._is_log_full:
-                self._show.told(f"cannot write metrics.jsonl, training continues: {error}")
+                self._view.message(f"cannot write metrics.jsonl, training continues: {error}")
             self._is_log_full = True
 
     def _write_plans(self) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.service import CoordinatorServer
 from ravnest.core.host import data_directory, lock_directory
+from ravnest.errors import RavnestError
 from ravnest.run.local import LocalNodes
 
 __all__ = ["CoordinatorThread", "coordinators_directory"]
@@ -23,16 +24,16 @@ _CLOSE_S = 20.0
 
 
 class CoordinatorThread:
-    """A context: inside it the coordinator listens. `make` is called in the loop's thread.
+    """A context in which the coordinator listens. `make` is called in the loop's thread.
 
-    The coordinator's directory is held meanwhile, so that no other coordinator writes to the same journal. In a local
-    run the agents of its `nodes` run in the same loop.
+    The coordinator's directory is locked meanwhile, so that no other coordinator writes to the same journal. In a local
+    run, the agents of its `nodes` run in the same loop.
     """
 
     def __init__(self, directory: Path, make: Callable[[], CoordinatorServer], nodes: LocalNodes | None = None) -> None:
         self._make, self._nodes = make, nodes
         busy = f"another coordinator uses {directory}: end it, or choose another --coordinator-dir"
-        self._held = lock_directory(directory, busy)
+        self._lock = lock_directory(directory, busy)
         self._runner = asyncio.Runner()
         self._opened = threading.Event()
         self._closing: asyncio.Event | None = None
@@ -41,12 +42,12 @@ class CoordinatorThread:
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
     def __enter__(self) -> CoordinatorThread:
-        self._held.__enter__()
+        self._lock.__enter__()
         self._thread.start()
-        self._opened.wait(_OPEN_S)
-        if self._error is not None:
-            self._held.__exit__(None, None, None)
-            raise self._error
+        is_open = self._opened.wait(_OPEN_S)
+        if self._error is not None or not is_open:
+            self._lock.__exit__(None, None, None)
+            raise self._error or RavnestError(f"the coordinator did not start within {_OPEN_S:g} s")
         return self
 
     def __exit__(
@@ -60,17 +61,19 @@ class CoordinatorThread:
         if closing is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(closing.set)
         self._thread.join(_CLOSE_S)
-        self._held.__exit__(None, None, None)
+        self._lock.__exit__(None, None, None)
 
     def check(self) -> None:
         """Raise the error that stopped the coordinator, if one did."""
         if self._error is not None:
             if self._nodes is None:
-                self._error.add_note("The coordinator stopped; nodes wait for it. `--resume` resumes the run")
+                self._error.add_note(
+                    "The coordinator stopped; its nodes try to reconnect. Continue the run with `--resume`"
+                )
             raise self._error
 
     def call(self, work: Callable[[Coordinator], T]) -> T:
-        """Call a function in the loop, and wait for its result."""
+        """Call a function in the loop and return its result."""
 
         async def do() -> T:
             return work(self.service.coordinator)
@@ -111,7 +114,7 @@ class CoordinatorThread:
 
 
 async def _end_nodes(nodes: asyncio.Task[None]) -> None:
-    """Cancel the agents, which end their workers; raises the error that ended one of them before."""
+    """Cancel the agents, which end their workers; raises the error with which an agent ended before."""
     nodes.cancel()
     try:
         await nodes
@@ -122,5 +125,5 @@ async def _end_nodes(nodes: asyncio.Task[None]) -> None:
 
 
 def coordinators_directory() -> Path:
-    """Return where coordinators of this user keep their files by default: a directory for each port."""
+    """Return the default parent of this user's coordinator directories, which are named by port."""
     return data_directory() / "coordinators"

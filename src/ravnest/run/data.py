@@ -1,8 +1,8 @@
-"""The user's batches, and the queue between the thread that iterates them and the loop that leases them to clusters.
+"""Batches of the user, and the queue between the thread that iterates them and the loop that leases them to clusters.
 
 An iterable starts over when it ends; an iterator ends the run. A batch is kept from when it is produced until it is
-settled, because a cluster may lose it. The producer is at most `lead` batches ahead of what is leased, so that memory
-stays bounded however fast the data are.
+settled, because a cluster may lose it. The producer is at most `lead` batches ahead of the leases, which bounds the
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["BatchQueue", "Batches", "limited"]
 
 
 class Batches:
-    """`first` is there to trace with, and is also the first of `next`. `epochs` counts how often the data ended."""
+    """The user's data. `first` is for tracing, and also the first batch of `next`; `epochs` counts finished passes."""
 
     def __init__(self, data: Iterable[Any]) -> None:
         self._data = data
@@ -55,7 +55,7 @@ class Batches:
             return
         for passed in range(count):
             if self.next() is None:
-                raise ValueError(f"the data ended after {passed} batches, but {count} were used before")
+                raise ValueError(f"the data ended after {passed} batches, but the run has already used {count}")
 
 
 class _Epochs(Batches):
@@ -83,13 +83,16 @@ def split_microbatches(leaves: Sequence[Tensor], batched: Sequence[bool], count:
     size = next(len(t) for t, is_batched in zip(leaves, batched, strict=True) if is_batched)
     number = min(size, count)
     if number == 0:
-        raise ValueError("a batch has no samples")
+        raise ValueError("a batch must have at least one sample, got 0")
     parts = [t.tensor_split(number) if b else [t] * number for t, b in zip(leaves, batched, strict=True)]
     return [list(part) for part in zip(*parts, strict=True)]
 
 
 class BatchQueue:
-    """One thread offers, another takes. `batch_size` is that of the first batch, `max_batch` of its microbatches."""
+    """A bounded queue: one thread offers batches, another takes them.
+
+    `batch_size` is that of the first batch, `max_batch` that of its microbatches, both in samples.
+    """
 
     def __init__(self, program: Program, *, batch_size: int, max_batch: int, lead: int = 4) -> None:
         self.max_batch, self.lead, self._batch_size = max_batch, lead, batch_size
@@ -103,7 +106,7 @@ class BatchQueue:
         self._settled: frozenset[int] = frozenset()
 
     def resume(self, first: int, next_new: int, unsettled: Collection[int]) -> None:
-        """Start with batch `first`; of those before `next_new` only the unsettled are still needed."""
+        """Start with batch `first`; of the batches before `next_new`, only the unsettled ones are kept."""
         with self._lock:
             self._produced, self._taken = first, next_new
             self._settled = frozenset(range(first, next_new)) - set(unsettled)
@@ -119,11 +122,11 @@ class BatchQueue:
             return self._produced - self._taken < self.lead
 
     def offer(self, batch: Any) -> None:
-        """Add a batch; a `ValueError` says what is wrong with it."""
+        """Add a batch; raises `ValueError` if it does not match the first one."""
         leaves = self._program.feed(batch)
         samples = self._samples(leaves)
         if samples == 0:
-            raise ValueError("a batch has no samples")
+            raise ValueError("a batch must have at least one sample, got 0")
         if samples > self._batch_size:
             raise ValueError(
                 f"a batch has {samples} samples, the first had {self._batch_size}: "
@@ -135,7 +138,7 @@ class BatchQueue:
             self._produced += 1
 
     def close(self) -> None:
-        """Offer no batch that was not leased before."""
+        """Make no further batch available: only batches that were leased before can be taken."""
         with self._lock:
             self._closed = True
 

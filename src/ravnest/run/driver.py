@@ -4,9 +4,7 @@ The model is the last average of the clusters. If they did not average, it is th
 loss where there is one, else by its latest training losses.
 
 This thread iterates the user's data and shows progress; the coordinator's loop has a thread of its own
-(`CoordinatorThread`). What happens there arrives here as notes in a queue (`RunMonitor`).
-
-Ctrl-C as a question: the first only asks to stop, the next one has its usual effect.
+(`CoordinatorThread`). Its events arrive here as notes in a queue (`RunMonitor`).
 """
 
 from __future__ import annotations
@@ -47,16 +45,19 @@ __all__ = ["train"]
 
 
 class Interrupt:
-    """A context; `asked` is set by the first Ctrl-C inside it. Elsewhere than in the main thread it never is."""
+    """A context in which the first Ctrl-C only sets `is_requested`; the next one has its usual effect.
+
+    Outside the main thread it does nothing.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
         self._before: Any = None
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.getsignal(signal.SIGINT)
-            signal.signal(signal.SIGINT, self._ask)
+            signal.signal(signal.SIGINT, self._request)
         return self
 
     def __exit__(
@@ -65,8 +66,8 @@ class Interrupt:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
-    def _ask(self, number: int, frame: object) -> None:
-        self.asked = True
+    def _request(self, number: int, frame: object) -> None:
+        self.is_requested = True
         signal.signal(signal.SIGINT, self._before)
 
 
@@ -129,7 +130,7 @@ class RunDriver:
         if prepared.nodes is not None:
             prepared.nodes.on_message = lambda text, is_failure: self._monitor.notes.put(NodeMessage(text, is_failure))
         self._first_batch = 0
-        self._ordered = ("", 0)  # the last checkpoint of a cluster that trains alone: after how many batches
+        self._ordered = ("", 0)  # the last checkpoint ordered from a cluster that trains alone: cluster, batches
         self.result: PipelinePlan | None = None
         self.stages: dict[int, StageMetrics] = {}
 
@@ -149,7 +150,10 @@ class RunDriver:
         return self._monitor.evaluations
 
     def run(self, batches: Batches, validate: Validate | None) -> None:
-        """Train for the configured steps, or until the data end. Ctrl-C ends early and saves; a second one at once."""
+        """Train for the configured steps, or until the data end.
+
+        Ctrl-C ends the run early and saves the model; a second Ctrl-C ends it at once.
+        """
         job, monitor, coordinator = self._job, self._monitor, self._prepared.coordinator
         (job.folder / "coordinator.txt").write_text(f"{coordinator.directory.resolve()}\n")  # for `ravnest status`
         data_error: Exception | None = None
@@ -167,14 +171,14 @@ class RunDriver:
             for path in job.folder.glob(".*.safetensors*"):
                 path.unlink(missing_ok=True)
         if data_error is not None:
-            data_error.add_note(f"The {monitor.settled} steps before it are saved in {self._model}.")
+            data_error.add_note(f"The model after the {monitor.settled} steps before the error is in {self._model}.")
             raise data_error
         if monitor.bad is not None:
             cluster, step = monitor.bad
             is_alone = self._prepared.nodes is not None and job.config.clusters == 1
             where = f"step {step + 1}, batch {step}" if is_alone else f"step {step + 1} of cluster {cluster}"
             raise NotFinite(
-                f"the loss is not a finite number in {where}: the weights before that step are in "
+                f"the loss is not finite in {where}: the weights before that step are in "
                 f"{self._model}. Try a smaller learning rate, warm-up or clip_norm, and check that batch"
             )
 
@@ -201,7 +205,7 @@ class RunDriver:
 
     def _skip(self, batches: Batches) -> None:
         if self._first_batch:
-            self._view.told(f"skipping {self._first_batch} batches of the data, which were trained before")
+            self._view.message(f"skipping {self._first_batch} batches of the data, which are trained already")
             batches.skip(self._first_batch)
 
     @property
@@ -212,7 +216,7 @@ class RunDriver:
         """Called in the coordinator's loop: copies first, because this thread may change them."""
         clusters, coordinator = dict(self._clusters), self._thread.service.coordinator
         return RuntimeStatus(
-            metrics={(c, i): m for c, t in clusters.items() for i, m in dict(t.record.stages).items()},
+            metrics={(c, i): m for c, t in clusters.items() for i, m in dict(t.tracker.stages).items()},
             losses={c: t.losses[-1] for c, t in clusters.items() if t.losses},
             samples_per_s={c: t.samples_per_s for c, t in clusters.items()},
             averages=dict(coordinator.averaging.latest_averages),
@@ -243,19 +247,19 @@ class RunDriver:
                 self._queue.offer(batch)
             except RavnestError:
                 raise
-            except Exception as error:  # of the user's own iterator, or a batch that does not fit
+            except Exception as error:  # of the user's iterator, or a batch that does not match the first
                 return error
             number += 1
             self._thread.soon(lambda coordinator: coordinator.running.offer_batches())
-            for sentence in self._checkpoints.news():
-                self._view.told(sentence)
+            for text in self._checkpoints.messages():
+                self._view.message(text)
         return None
 
     def _order_checkpoint(self, number: int) -> None:
         """Order the next checkpoint before batch `number` is offered.
 
-        A cluster that trains alone writes it after exactly the batches that `checkpoint_every` asks for. Of several
-        clusters the one that has made the most progress is asked, one checkpoint at a time.
+        A cluster that trains alone writes it after exactly a multiple of `checkpoint_every` batches. Of several
+        clusters, the one that has made the most progress writes it, one checkpoint at a time.
         """
         every, leading = self._checkpoints.config.every, self._leading(is_started=False)
         if not every or not leading:
@@ -270,7 +274,7 @@ class RunDriver:
                 self._checkpoint(leading[0], target)
 
     def _checkpoint(self, cluster: str, target: int | None = None) -> None:
-        """Ask a cluster for the state of its stages: after `target` batches, or after the last one it was fed."""
+        """Order a checkpoint from a cluster: after `target` batches, or after the last batch that it was fed."""
         training, is_alone = self._clusters[cluster], len(self._clusters) == 1
 
         def position(coordinator: Coordinator) -> tuple[int, int] | None:
@@ -283,28 +287,28 @@ class RunDriver:
                 return live.feeder.steps + batches - leases.next_new, batches
             return live.feeder.steps, leases.settled_below
 
-        found = self._thread.call(position)
-        if found is None:
+        at = self._thread.call(position)
+        if at is None:
             return
-        updates, batches = found
+        updates, batches = at
         if self._checkpoints.begin(
             cluster, training.plan, updates=updates, batches=batches, trained=self._monitor.settled
         ):
             self._thread.call(lambda c: c.running.checkpoint(cluster, at=updates, whole=is_alone))
 
     def _is_over(self) -> bool:
-        return self._monitor.bad is not None or self._stop.asked
+        return self._monitor.bad is not None or self._stop.is_requested
 
     def _leading(self, *, is_started: bool = True) -> list[str]:
-        """Return the cluster that has trained the most, if any trains."""
+        """Return the cluster that has trained the most steps, if there is one."""
         training = [c for c, t in self._clusters.items() if t.began_s or not is_started]
-        return [max(training, key=lambda c: self._clusters[c].record.windows_done)] if training else []
+        return [max(training, key=lambda c: self._clusters[c].tracker.steps_done)] if training else []
 
     def _evaluate(self, clusters: Sequence[str], batches: Sequence[Any], *, step: int, fresh: bool) -> None:
         """Send held-out batches through these clusters; through one alone, after exactly the batches offered so far."""
         microbatches = self._queue.held_out(batches) if clusters else []
         for cluster in clusters:
-            evaluation = self._clusters[cluster].record.begin_evaluation(step)
+            evaluation = self._clusters[cluster].tracker.begin_evaluation(step)
             evaluation.sent, evaluation.is_all_sent = len(microbatches), True
             self._thread.call(
                 partial(
@@ -316,13 +320,13 @@ class RunDriver:
     # ending
 
     def _finish(self, validate: Validate | None) -> None:
-        """Let the batches that were fed come to their end, evaluate every cluster, and gather the best weights."""
+        """Finish the batches in flight, evaluate every cluster, and save the best weights."""
         monitor = self._monitor
         if self._is_over():
             self._queue.close()
         if not monitor.began_s and not self._queue.produced:
-            raise RavnestError("no batch was trained, so there is nothing to save")
-        if self._stop.asked and not monitor.began_s:
+            raise RavnestError("no batch was trained: nothing is saved")
+        if self._stop.is_requested and not monitor.began_s:
             raise RavnestError("stopped before any cluster trained: nothing is saved")
         monitor.pump_until(self._all_settled)
         self._thread.call(lambda coordinator: coordinator.running.end_training())
@@ -337,23 +341,23 @@ class RunDriver:
         self._save()
 
     def _save_last_checkpoint(self) -> None:
-        """The final state is a checkpoint too, if there are any: a finished run can be continued."""
+        """Write the final state as a checkpoint too, if the run writes any, so that a finished run can be resumed."""
         checkpoints, leading = self._checkpoints, self._leading()
         if not checkpoints.config.every or not leading or self._monitor.bad is not None:
             return
-        end = self._clusters[leading[0]].record.windows_done
-        checkpoints.forget_after(end)
+        end = self._clusters[leading[0]].tracker.steps_done
+        checkpoints.discard_after(end)
         self._monitor.pump_until(lambda: not checkpoints.is_waiting, _TIMEOUT_S, "the last checkpoint")
         checkpoints.join()
         if not checkpoints.has(end):
             self._checkpoint(leading[0])
             self._monitor.pump_until(lambda: not checkpoints.is_waiting, _TIMEOUT_S, "the last checkpoint")
             checkpoints.join()
-        for sentence in checkpoints.news():
-            self._view.told(sentence)
+        for text in checkpoints.messages():
+            self._view.message(text)
 
     def _all_settled(self) -> bool:
-        """Return whether no batch is out that could still be trained; those of a cluster that stopped are not."""
+        """Return whether no batch is leased that can still be trained; those of a cluster that stopped cannot."""
         outstanding = self._thread.call(lambda c: {x: c.state.leases.outstanding_of(x) for x in c.running.clusters})
         waiting = self._thread.call(lambda c: c.state.leases.waiting)
         bad = self._monitor.bad[0] if self._monitor.bad is not None else None
@@ -362,20 +366,20 @@ class RunDriver:
         return self._is_over() or (not waiting and self._monitor.settled >= self._queue.produced)
 
     def _average(self) -> None:
-        """Average what was trained since the last round; if that fails, each cluster has its own model."""
+        """Average the weights once more; if that fails, each cluster keeps its own."""
         self._thread.call(Coordinator.start_final_averaging)
         try:
             self._monitor.pump_until(self._is_averaged, _AVERAGE_S, "the last averaging")
         except WorkerLost:
             raise
         except RavnestError as error:
-            self._view.told(f"{error}: the clusters keep their own weights")
+            self._view.message(f"{error}: the clusters keep their own weights")
 
     def _is_averaged(self) -> bool:
         return self._thread.call(lambda coordinator: coordinator.averaging.is_settled)
 
     def _all_evaluated(self) -> bool:
-        return not any(training.record.is_evaluating for training in self._clusters.values())
+        return not any(training.tracker.is_evaluating for training in self._clusters.values())
 
     def _all_updated(self) -> bool:
         bad = self._monitor.bad
@@ -384,45 +388,47 @@ class RunDriver:
             return bad[1] if bad is not None and bad[0] == cluster else training.fed
 
         return all(
-            training.record.updates_of(stage) >= end(cluster, training)
+            training.tracker.updates_of(stage) >= end(cluster, training)
             for cluster, training in self._clusters.items()
             if training.began_s
-            for stage in range(training.record.num_stages)
+            for stage in range(training.tracker.num_stages)
         )
 
     def _save(self) -> None:
-        """Save the weights of the best cluster; one that is lost now is repaired from its replicas."""
+        """Save the weights of the best cluster; a cluster that is lost now is repaired from its replicas."""
         self._monitor.pump_until(lambda: bool(self._clusters), _REPAIR_S, "repairing a cluster to save its weights")
         while self._clusters:
-            best = min(self._clusters, key=lambda c: self._clusters[c].worth)
+            best = min(self._clusters, key=lambda c: self._clusters[c].ranking_loss)
             if self._save_cluster(best):
                 return
-        raise RavnestError("every cluster was lost before its weights could be saved: nothing is left of this run")
+        raise RavnestError("every cluster was lost before its weights could be saved: nothing is saved")
 
     def _save_cluster(self, cluster: str) -> bool:
         training = self._clusters[cluster]
         if len(self._clusters) > 1:
             rounds = self._thread.call(lambda coordinator: coordinator.state.rounds_done)
-            self._view.told(
+            self._view.message(
                 f"the model of this run is the average of its clusters, after {rounds} rounds"
                 if rounds
-                else f"the model of this run is that of cluster {cluster}, the best of {len(self._clusters)} "
-                f"(loss {training.worth:.4f}): they did not average"
+                else f"the clusters did not average: the model of this run is that of cluster {cluster}, the best of "
+                f"{len(self._clusters)} (loss {training.ranking_loss:.4f})"
             )
         self._thread.call(lambda coordinator: coordinator.running.save_weights(cluster))
-        wanted = training.record.num_stages
+        num_stages = training.tracker.num_stages
         self._monitor.pump_until(
-            lambda: len(training.saved) == wanted or cluster not in self._clusters, _TIMEOUT_S, "sending the weights"
+            lambda: len(training.saved) == num_stages or cluster not in self._clusters,
+            _TIMEOUT_S,
+            "sending the weights",
         )
         if cluster not in self._clusters:
             return False
         job = self._job
-        parts = [part_path(job.folder, cluster, i) for i in range(wanted)]
+        parts = [part_path(job.folder, cluster, i) for i in range(num_stages)]
         gather(
             job.program, training.plan.stages, parts, job.folder / "model.safetensors", job.config.seed,
             step=self.progress.step,
         )  # fmt: skip
-        self.result, self.stages = training.plan, dict(training.record.stages)
+        self.result, self.stages = training.plan, dict(training.tracker.stages)
         return True
 
 

@@ -1,4 +1,4 @@
-"""A run on PCs that join: the configuration of its coordinator, and the builder of its clusters."""
+"""Prepares a run on PCs that join: the configuration of its coordinator, and the builder of its clusters."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ALL_INTERFACES = "*"
 
 
 def fleet_builder(job: TracedJob, view: ProgressView) -> FleetClusterBuilder:
-    """Measure the job on this machine, to compare it with the speeds that PCs report."""
+    """Time the job on this machine, as the reference for the speeds that PCs report."""
     config = job.config
-    view.told("timing the model's operations")
+    view.message("timing the model's operations")
     microbatch = config.microbatch_of(job.batch_size)
     timed = time_job(
         Workload(job.program, microbatch), job.optimizer, config, accumulate=-(-job.batch_size // microbatch)
@@ -39,7 +39,7 @@ def fleet_builder(job: TracedJob, view: ProgressView) -> FleetClusterBuilder:
 
 
 def fleet_coordinator(job: TracedJob, averaging: AveragingPolicy) -> CoordinatorConfig:
-    """Return where the coordinator listens, and its policies."""
+    """Return the configuration of a coordinator that listens for nodes."""
     config = job.config
     host, port = parse_address(config.on, default_host=_ALL_INTERFACES)
     addresses = tuple(parse_address(text) for text in config.advertise.split(",")) if config.advertise else ()

@@ -1,11 +1,11 @@
-"""Turns a job and a node file into a question for the planner. Nothing is trained.
+"""Turns a job and a node file into a task for the planner, without training.
 
-The job is traced, and its ops are timed on this machine. Node files give speeds in GFLOP/s, so what counts is this
-machine's own speed at this very program, by the convention of `ravnest profile`:
+The job is traced, and its ops are timed on this machine. Node files give speeds in GFLOP/s, so the reference is the
+speed of this machine on the same program, by the convention of `ravnest profile`:
 
     speed of a node = its GFLOP/s / ours        ours = FLOPs of forward and backward / seconds measured here
 
-A moment in which this machine is slow makes seconds and speeds larger alike, and cancels out.
+If this machine is slow during the measurement, seconds and speeds grow by the same factor, which cancels out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ravnest.planner.node_file import NodeFile
 from ravnest.profiling.speed import Workload
 from ravnest.run.plan import chain_of, memory_model
 
-__all__ = ["TimedJob", "compressed", "fleet_question", "sent_bytes", "time_job"]
+__all__ = ["TimedJob", "compressed", "make_plan_request", "sent_bytes", "time_job"]
 
 if TYPE_CHECKING:
     from ravnest.config import TrainingConfig
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FleetQuestion:
-    """What to plan, and what was found on the way: FLOPs of a microbatch, and this machine's speed."""
+class PlanRequest:
+    """The planner's task, and its measured inputs: FLOPs of a microbatch, and this machine's speed."""
 
     task: Task
     microbatch_flops: int
@@ -43,7 +43,7 @@ class FleetQuestion:
 
 @dataclass(frozen=True)
 class TimedJob:
-    """A job in numbers, for microbatches of `microbatch` samples; `gflops` is this machine's own speed at it."""
+    """Times and sizes of a job for microbatches of `microbatch` samples; `gflops` is this machine's speed on it."""
 
     chain: Chain
     memory: MemoryModel
@@ -54,7 +54,7 @@ class TimedJob:
     gflops: float
 
     def task(self, fleet: Fleet, *, whole: bool = False, num_spares: int = 0) -> Task:
-        """Plan it for this fleet. With `whole` one machine may hold the whole model."""
+        """Return the planner's task for this fleet. With `whole`, one machine may hold the whole model."""
         return Task(
             chain=self.chain if whole else self.chain.sharing_weights(),
             fleet=fleet,
@@ -67,47 +67,47 @@ class TimedJob:
         )
 
 
-def fleet_question(job: Job, nodes: NodeFile, *, say: Callable[[str], None] = lambda what: None) -> FleetQuestion:
-    """Trace the job, time it on this machine, and return the question for the planner.
+def make_plan_request(job: Job, nodes: NodeFile, *, log: Callable[[str], None] = lambda text: None) -> PlanRequest:
+    """Trace the job, time it on this machine, and return the task for the planner.
 
-    `job.config` says how to train; without `microbatches_per_step`, a step takes as many as are in flight.
+    Without `job.config.microbatches_per_step`, a step has as many microbatches as the pipeline has in flight.
     """
-    say("tracing the model")
+    log("tracing the model")
     work = job.workload()
-    say(f"timing its {len(work.program.ops)} operations on this machine")
+    log(f"timing its {len(work.program.ops)} operations on this machine")
     timed = time_job(work, job.optimizer, job.config, accumulate=job.config.microbatches_per_step or 0)
     task = timed.task(nodes.fleet(timed.gflops), whole=job.config.allow_single_node, num_spares=job.config.spares)
-    return FleetQuestion(task, timed.flops, timed.gflops)
+    return PlanRequest(task, timed.flops, timed.gflops)
 
 
-def time_job(work: Workload, optimizer: Optimizer, how: TrainingConfig, *, accumulate: int) -> TimedJob:
+def time_job(work: Workload, optimizer: Optimizer, config: TrainingConfig, *, accumulate: int) -> TimedJob:
     """Time a program's ops on this machine, and model the memory of its training."""
     costs = measure_costs(work.program, work.batch)
     chain = _timed(work.program, costs)
     flops = costs.flops(0, len(costs.ops))
-    synchronous = how.mode == "sync"
+    synchronous = config.mode == "sync"
     return TimedJob(
-        chain=compressed(chain, work.program, work.batch, how.activation_compression),
+        chain=compressed(chain, work.program, work.batch, config.activation_compression),
         memory=memory_model(
-            work.program, optimizer, how.correction, synchronous=synchronous, accumulate=accumulate,
-            recompute=how.recompute, ring_copies=how.ring_copies,
+            work.program, optimizer, config.correction, synchronous=synchronous, accumulate=accumulate,
+            recompute=config.recompute, ring_copies=config.ring_copies,
         ),
         microbatch=work.batch,
         accumulate=accumulate,
-        max_staleness=how.max_staleness or 1,
+        max_staleness=config.max_staleness or 1,
         flops=flops,
         gflops=max(flops, 1) / max(sum(chain.forward_s) + sum(chain.backward_s), 1e-9) / 1e9,
     )  # fmt: skip
 
 
 def _timed(program: Program, costs: Costs) -> Chain:
-    """Only shares of the ops count, and one thread's are the steadiest on a machine that does other things too."""
+    """Time the ops with one thread: only their ratios matter, and these vary least on a busy machine."""
     with torch_threads(1):
         return chain_of(program, costs)
 
 
 def compressed(chain: Chain, program: Program, batch: int, compression: str) -> Chain:
-    """The chain with the bytes over its cuts as they are sent."""
+    """Return the chain with the compressed sizes of values that cross its cuts."""
     if compression == "none":
         return chain
     cutter = Cutter(program)
@@ -120,7 +120,7 @@ def compressed(chain: Chain, program: Program, batch: int, compression: str) -> 
 
 
 def sent_bytes(value: Value, batch: int, compression: str) -> int:
-    """What a value takes on a link: `runtime.codec` compresses floats that have a gradient."""
+    """Return the bytes of a value on a link: `pipeline.tensor_codec` compresses floats that have a gradient."""
     if compression == "none" or not value.grad or value.dtype != "float32" or not value.shape:
         return num_bytes(value, batch)
     shape = [resolve_dim(d, batch) for d in value.shape]

@@ -1,12 +1,11 @@
-"""A job: a model, a loss, an optimizer and data. Training it gives a run.
+"""A job: a model, a loss, an optimizer and data. Training it returns a run.
 
 job = ravnest.Job(model=lambda: GPT(config), loss=loss_fn, optimizer=ravnest.AdamW(3e-4), data=loader)
 run = job.train(steps=1000, on="local:4")
 run.state_dict()
 
-Directories of runs.
-
-A job file is an ordinary Python file that defines `job`. It runs on the requester's machine and nowhere else.
+A job file is an ordinary Python file that defines `job`. It runs on the requester's machine and nowhere else. Each run
+has a directory, by default a new one under `runs/`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ravnest.pipeline.optimizers import AdamW, Optimizer
 from ravnest.profiling.speed import Workload
 from ravnest.run.checkpoint.format import Checkpoint
 from ravnest.run.checkpoint.resume import check_same, open_checkpoint
-from ravnest.run.checkpoint.writer import bring, is_url
+from ravnest.run.checkpoint.writer import fetch_checkpoint, is_url
 from ravnest.run.data import Batches, limited
 from ravnest.run.driver import train
 from ravnest.run.metrics import ProgressView
@@ -61,7 +60,7 @@ def new_folder(folder: Path | str | None, name: str) -> Path:
 
 
 def resumed_folder(folder: Path | str | None, start: Checkpoint) -> Path:
-    """Return the directory of a run that is resumed: its own, or another that was given."""
+    """Return the directory of a resumed run: its own, or the given one."""
     if folder is None or Path(folder).resolve() == start.run:
         return start.run
     return new_folder(folder, "")
@@ -72,7 +71,7 @@ class Job:
     """A training job.
 
     Args:
-        model: A module, or a function that builds one; with a function no process ever holds the model whole.
+        model: A module, or a function that builds one; with a function, no process holds the whole model.
         loss: A function of the model's output and the targets that returns the loss, or a dict whose first value is
             the loss. None: a batch is the inputs alone, and the model returns the loss.
         data: An iterable of batches `(inputs, targets)`. A list or loader starts over when it ends; an iterator ends
@@ -98,7 +97,7 @@ class Job:
 
         Args:
             config: How to train. Default: the job's own configuration.
-            show: A view that is told of progress. Default: none.
+            show: A view that shows the progress. Default: none.
             **changes: Fields of `TrainingConfig` that replace those of `config`.
 
         Returns:
@@ -113,8 +112,10 @@ class Job:
         try:
             if chosen.resume is not None and is_url(chosen.resume):
                 folder = new_folder(chosen.run_dir, self.name)
-                view.told(f"fetching the newest checkpoint from {chosen.resume}")
-                chosen = replace(chosen, resume=bring(str(chosen.resume), folder).parent.parent, run_dir=None)
+                view.message(f"fetching the newest checkpoint from {chosen.resume}")
+                chosen = replace(
+                    chosen, resume=fetch_checkpoint(str(chosen.resume), folder).parent.parent, run_dir=None
+                )
             batches = Batches(self.data)
             job = self._traced(chosen, batches.first, changes, view)
             return train(job, limited(batches, job.config.epochs), self._validation(job.config), view)
@@ -123,7 +124,7 @@ class Job:
 
     def _traced(self, config: TrainingConfig, example: Any, changes: dict[str, Any], view: ProgressView) -> TracedJob:
         if config.listens:
-            view.told("tracing the model")
+            view.message("tracing the model")
         program = trace(self.model, self.loss, example)
         start, folder = self._resumed(config, program, changes, view)
         if start is not None:
@@ -143,19 +144,19 @@ class Job:
         except WeightsError:
             if not config.listens:
                 raise
-            return None, Path(config.resume).resolve()  # its nodes may still have its state
+            return None, Path(config.resume).resolve()  # its nodes may have replicas
         seed = start.manifest.seed
         require(changes.get("seed", seed) == seed, f"the run has seed {seed}, which cannot be changed")
         require(
             config.steps is None or config.steps >= start.step,
-            f"steps must be at least {start.step}, which the run has made, got {config.steps}",
+            f"steps must be >= {start.step}, the steps that the run has made, got {config.steps}",
         )
-        for sentence in check_same(start, program, self.optimizer):
-            view.told(sentence)
+        for text in check_same(start, program, self.optimizer):
+            view.message(text)
         return start, resumed_folder(config.run_dir, start)
 
     def workload(self) -> Workload:
-        """Return its program at the size of a microbatch, to measure a machine's speed on."""
+        """Return the job's program at the size of a microbatch, to measure the speed of a machine."""
         example = Batches(self.data).first
         return Workload(trace(self.model, self.loss, example), self.config.microbatch_of(self.batch_size(example)))
 
@@ -172,15 +173,16 @@ class Job:
 
 @dataclass(frozen=True)
 class JobFile:
-    """The job, and what to print when it is done: `after(run)`, if the file defines it."""
+    """The job of a file, and its optional `after(run)`, which returns a text to print at the end."""
 
     job: Job
     after: Callable[[Any], str] | None
 
 
 def load_job(path: Path) -> JobFile:
+    """Run a job file; raises `ValueError` if it does not define a job."""
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"{path} does not exist or is not a file")
     sys.path.insert(0, str(path.resolve().parent))
     try:
         names = runpy.run_path(str(path), run_name="ravnest_job")
@@ -188,6 +190,6 @@ def load_job(path: Path) -> JobFile:
         raise ValueError(f"{path} is not valid Python: {error}") from error
     job = names.get("job")
     if not isinstance(job, Job):
-        found = "it defines no 'job'" if job is None else f"its 'job' is a {type(job).__name__}"
-        raise ValueError(f"{path}: {found}. Write: job = ravnest.Job(model=..., loss=..., data=...)")
+        problem = "it defines no 'job'" if job is None else f"its 'job' is a {type(job).__name__}"
+        raise ValueError(f"{path}: {problem}. Write: job = ravnest.Job(model=..., loss=..., data=...)")
     return JobFile(job, names.get("after"))

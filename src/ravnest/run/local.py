@@ -1,4 +1,4 @@
-"""A run on this machine: a fleet on one host.
+"""Prepares a run on this machine: a fleet on one host.
 
 The coordinator runs in a thread of this process, and so do the agents of N nodes, each with its worker process. Links
 are unix sockets in a private directory: no TLS, no enrollment, and the machine is measured once.
@@ -40,7 +40,7 @@ _UNLIMITED_BYTES = 1 << 46
 _GFLOPS = 1.0  # nominal: nodes of one machine are compared by `speeds` alone
 _LINE_BYTES_PER_S = 1e10
 _FORMING_S = 300.0
-_HEARTBEAT_S = 10.0  # a dead worker is noticed by its supervisor; this only guards against a stuck loop
+_HEARTBEAT_S = 10.0  # its supervisor detects a dead worker; this only guards against a stuck loop
 
 
 class LocalClusterBuilder(ClusterBuilder):
@@ -54,9 +54,9 @@ class LocalClusterBuilder(ClusterBuilder):
         self.checkpoint = job.start
         self._plans = [plan_local(timings, group) for group in timings.options.groups]
         if job.start is not None and job.config.memory is None:
-            self._plans, sentences = _as_before(self._plans, job)
-            for sentence in sentences:
-                view.told(sentence)
+            self._plans, messages = _as_before(self._plans, job)
+            for text in messages:
+                view.message(text)
 
     def plan(
         self, machines: Sequence[Machine], generation: int, failed_clusters: Sequence[str] = ()
@@ -163,7 +163,7 @@ class LocalNodes:
                 tasks.create_task(agent.run())
 
     def kill(self) -> None:
-        """End all workers at once."""
+        """Kill all workers."""
         for agent in self._agents:
             agent.kill()
 
@@ -189,7 +189,7 @@ class _LocalConsole(AgentConsole):
 
 
 def _as_before(plans: Sequence[PipelinePlan], job: TracedJob) -> tuple[list[PipelinePlan], list[str]]:
-    """Return the plans with the cuts of the run that is resumed, where they fit, and what that means."""
+    """Return the plans with the cuts of the resumed run, where they match, and messages about the changes."""
     assert job.start is not None
-    found = [plan_as_before(plan, job.program, job.start.manifest) for plan in plans]
-    return [plan for plan, _ in found], list(dict.fromkeys(sentence for _, sentence in found))
+    resumed = [plan_as_before(plan, job.program, job.start.manifest) for plan in plans]
+    return [plan for plan, _ in resumed], list(dict.fromkeys(text for _, text in resumed))

@@ -1,13 +1,14 @@
-"""What a cluster's training came to, gathered from what its stages report: losses by window, evaluations, accounts.
+"""Metrics of a run: its progress for a view, the file `metrics.jsonl`, and the losses of each cluster.
 
-The loss of a window is the mean of its microbatches by their shares. Reports come in any order between stages, and a
-few may be missing after a connection broke; a window is through when every stage has made its update.
+`metrics.jsonl` has a line of JSON per update and per evaluation; a resumed run appends to it. A line is written whole
+or not at all. A full disk does not stop training: lines that could not be written are missing.
 
-A run while it goes on: where it stands, and who wants to see that.
+The loss of a step is the mean of the losses of its microbatches, weighted by their shares:
 
-`metrics.jsonl`: a line of JSON per update and per evaluation. A run that goes on from a checkpoint goes on with it.
+    loss of a step = sum of share * loss over its microbatches
 
-A line is written whole or not at all, and a disk that is full stops nobody: what could not be written is missing.
+Reports of different stages arrive in any order, and a few may be missing after a connection failed. A step is done when
+every stage has made its update.
 """
 
 from __future__ import annotations
@@ -29,38 +30,42 @@ __all__ = ["Progress", "ProgressView", "MetricsFile", "LossTracker"]
 
 @dataclass
 class Progress:
-    """Where a run stands: what a display shows."""
+    """Progress of a run, as a view shows it."""
 
     step: int = 0
     loss: float = math.nan
-    metrics: dict[str, float] = field(default_factory=dict)  # what else the loss function reports
+    metrics: dict[str, float] = field(default_factory=dict)  # further values of the loss function
     validation: dict[str, float] = field(default_factory=dict)
     samples_per_s: float = 0.0
     stages: dict[int, StageMetrics] = field(default_factory=dict)
-    clusters: dict[str, str] = field(default_factory=dict)  # how each does, in words, where there are several
+    clusters: dict[str, str] = field(default_factory=dict)  # a summary of each, where there are several
 
 
 class ProgressView:
-    """Follows a run for a person. This one shows nothing."""
+    """Shows the progress of a run to the user. This one shows nothing."""
 
     def planned(self, plan: PipelinePlan, cluster: str = "") -> None:
-        """This is how the model is split, in the only cluster or in one of several."""
+        """Show the plan of a cluster; `cluster` is empty if it is the only one."""
 
     def invited(self, ticket: str) -> None:
-        """Whoever has this ticket may join."""
+        """Show the ticket with which PCs can join."""
 
-    def told(self, sentence: str) -> None:
-        """Something happened."""
+    def message(self, text: str) -> None:
+        """Show a message about the run."""
 
     def update(self, progress: Progress) -> None:
-        """An update was made, or an evaluation."""
+        """Show the progress after an update or an evaluation."""
 
     def close(self) -> None:
-        """The run is over."""
+        """End the display: the run is over."""
 
 
 class MetricsFile:
-    """`after` is the step to go on after: lines of later ones, which are trained again, go. `seconds` were before."""
+    """The file `metrics.jsonl`.
+
+    A run that is resumed after step `after` keeps the lines up to that step; later steps are trained again. `seconds`
+    is the time of training that the kept lines cover.
+    """
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
         kept = [line for line in _lines(path) if _step(line) <= after] if after else []
@@ -77,7 +82,7 @@ class MetricsFile:
         self._file.close()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Raises `OSError` if there is no room for the line; then nothing of it is there."""
+        """Append a line; raises `OSError` if the disk has no room for it, and writes nothing of it then."""
         text, before = json.dumps(line).encode() + b"\n", self._file.tell()
         try:
             if self._file.write(text) != len(text):
@@ -90,22 +95,24 @@ class MetricsFile:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Those that are whole: a run that was killed may have left half of one."""
-    found = []
+    """Return the complete lines; a run that was killed may have left an incomplete one."""
+    lines = []
     with contextlib.suppress(FileNotFoundError):
         for text in path.read_text().splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(text))
-    return [line for line in found if isinstance(line, dict)]
+                lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def _step(line: dict[str, Any]) -> int:
     return int(line.get("step", line.get("evaluation", 0)))
 
 
-Values = tuple[float | None, ...]  # None for what is not finite
+Values = tuple[float | None, ...]  # None: not finite
 
-_EVALUATION_BITS = 20  # of a held-out microbatch's number; above them is its evaluation's
+# losses of a cluster
+
+_EVALUATION_BITS = 20  # low bits of a held-out microbatch's number; the bits above them number its evaluation
 
 
 def _number(value: float | None) -> float:
@@ -113,24 +120,24 @@ def _number(value: float | None) -> float:
 
 
 @dataclass
-class _Window:
-    """The losses of one window, until all are there."""
+class _StepLosses:
+    """The losses of one step, until it is done."""
 
     shares: dict[int, float] = field(default_factory=dict)
     values: dict[int, Values] = field(default_factory=dict)
 
     def means(self, count: int) -> list[float]:
-        wanted = {m: share for m, share in self.shares.items() if share}
-        there = {m: share for m, share in wanted.items() if m in self.values}
-        if not there:
+        expected = {m: share for m, share in self.shares.items() if share}
+        received = {m: share for m, share in expected.items() if m in self.values}
+        if not received:
             return [math.nan] * count
-        total = 1.0 if len(there) == len(wanted) else sum(there.values())
-        return [sum(share * _number(self.values[m][k]) for m, share in there.items()) / total for k in range(count)]
+        total = 1.0 if len(received) == len(expected) else sum(received.values())
+        return [sum(share * _number(self.values[m][k]) for m, share in received.items()) / total for k in range(count)]
 
 
 @dataclass
 class Evaluation:
-    """Held-out microbatches on their way, and what came back: (samples, values) of each."""
+    """Held-out microbatches in flight, and the results so far: (samples, values) of each."""
 
     step: int
     first: int  # the number of its first microbatch
@@ -152,50 +159,54 @@ class Evaluation:
 
 
 class LossTracker:
-    """Of one cluster. `labels` name what the loss function reports, the loss first."""
+    """Losses and evaluations of one cluster. `labels` name the values of the loss function, the loss first."""
 
     def __init__(self, labels: Sequence[str], accumulate: int, num_stages: int, *, first: int = 0) -> None:
-        """`first` is its first window: a cluster may go on from what others have learnt."""
+        """`first` is the first step: a cluster may resume from the state of another."""
         self.labels, self.accumulate, self.num_stages = list(labels), accumulate, num_stages
-        self.windows_done = self._first = first
+        self.steps_done = self._first = first
         self.bad: int | None = None  # the first microbatch whose loss is not finite
         self.stages: dict[int, StageMetrics] = {}
         self.evaluations: list[dict[str, float]] = []
-        self._windows: dict[int, _Window] = {}
+        self._steps: dict[int, _StepLosses] = {}
         self._evaluating: dict[int, Evaluation] = {}
         self._evaluations_begun = 0
 
-    def fed(self, microbatch: int, share: float) -> None:
-        """A microbatch is on its way; `share` is its part of its window."""
-        self._windows.setdefault(microbatch // self.accumulate, _Window()).shares[microbatch] = share
+    def add_microbatch(self, microbatch: int, share: float) -> None:
+        """Expect the loss of a microbatch, which has this share of its step."""
+        self._steps.setdefault(microbatch // self.accumulate, _StepLosses()).shares[microbatch] = share
 
-    def lost(self, values: Mapping[int, Values]) -> int | None:
-        """The losses of microbatches; the window of the first that is not finite, if that is among them."""
+    def add_losses(self, losses: Mapping[int, Values]) -> int | None:
+        """Record losses of microbatches; return the step of the first one that is not finite, if these contain it."""
         was_good = self.bad is None
-        for microbatch, found in values.items():
-            window = self._windows.get(microbatch // self.accumulate)
-            if window is None or microbatch not in window.shares or len(found) != len(self.labels):
-                raise FrameError(f"a loss of microbatch {microbatch} with {len(found)} values is not expected")
-            window.values[microbatch] = found
-            if found[0] is None and self.bad is None:
+        for microbatch, values in losses.items():
+            step = self._steps.get(microbatch // self.accumulate)
+            if step is None or microbatch not in step.shares:
+                raise FrameError(f"received a loss of microbatch {microbatch}, which is not in flight")
+            if len(values) != len(self.labels):
+                raise FrameError(
+                    f"the loss of microbatch {microbatch} has {len(values)} values, expected {len(self.labels)}"
+                )
+            step.values[microbatch] = values
+            if values[0] is None and self.bad is None:
                 self.bad = microbatch
-        return self.bad_window if was_good else None
+        return self.bad_step if was_good else None
 
     @property
-    def bad_window(self) -> int | None:
-        """Of the first microbatch whose loss is not finite."""
+    def bad_step(self) -> int | None:
+        """The step of the first microbatch whose loss is not finite."""
         return None if self.bad is None else self.bad // self.accumulate
 
     def updated(self, metrics: StageMetrics) -> Iterator[tuple[int, list[float]]]:
-        """A stage's account; yields each window that is through by it, with what was reported in it."""
+        """Record the metrics of a stage; yield each step that is now done, with its mean values."""
         if not 0 <= metrics.stage < self.num_stages:
-            raise FrameError(f"there is no stage {metrics.stage}")
+            raise FrameError(f"stage must be from 0 to {self.num_stages - 1}, got {metrics.stage}")
         self.stages[metrics.stage] = metrics
         done = min((self.updates_of(i) for i in range(self.num_stages)), default=0)
-        while self.windows_done < done and self.windows_done in self._windows:
-            window = self.windows_done
-            self.windows_done += 1
-            yield window, self._windows.pop(window).means(len(self.labels))
+        while self.steps_done < done and self.steps_done in self._steps:
+            step = self.steps_done
+            self.steps_done += 1
+            yield step, self._steps.pop(step).means(len(self.labels))
 
     def updates_of(self, stage: int) -> int:
         return self.stages[stage].updates if stage in self.stages else self._first
@@ -207,15 +218,15 @@ class LossTracker:
         return evaluation
 
     def evaluated(self, number: int, batch: int, values: Values) -> dict[str, float] | None:
-        """The result of a held-out microbatch; of its evaluation, if that is through."""
+        """Record the result of a held-out microbatch; return that of its evaluation, if it is the last one."""
         evaluation = self._evaluating.get(number >> _EVALUATION_BITS)
         if evaluation is None or not evaluation.num_waiting or len(values) != len(self.labels):
-            raise FrameError(f"a result of held-out microbatch {number} is not expected")
+            raise FrameError(f"unexpected result of held-out microbatch {number} with {len(values)} values")
         evaluation.results.append((batch, values))
         return self.conclude(evaluation)
 
     def conclude(self, evaluation: Evaluation) -> dict[str, float] | None:
-        """Note the result of an evaluation if all of it is there."""
+        """Record and return the result of an evaluation once it is complete."""
         key = evaluation.first >> _EVALUATION_BITS
         if not evaluation.is_done or key not in self._evaluating:
             return None

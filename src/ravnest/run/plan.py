@@ -1,13 +1,14 @@
-"""The plan of one cluster, and how to make it for nodes on this machine: where to cut, how many in flight.
+"""Plans clusters of nodes on this machine: cuts, microbatches in flight, and the expected speed.
 
-How fast a run on this machine will go, before it is run: from seconds per microbatch to samples per second.
+The speed is predicted from the seconds per microbatch of each node. A node that is alone on its core processes a
+microbatch in its own seconds; processes of one machine also share its cores:
 
-A node that is alone on its core passes a microbatch in its own seconds. Processes of one machine also share its cores:
+    interval = max(interval of the pipeline, for each core: seconds of all nodes on it)     nodes pinned to cores
+    interval = max(interval of the pipeline, seconds of all nodes * threads / cores)        else
+    step     = A * interval                       or, in synchronous mode: first trip + (A - 1) * interval
+    rate     = samples of a step / step
 
-    interval = max(the pipe's interval, for each core: the seconds of all nodes on it)       nodes pinned to cores
-    interval = max(the pipe's interval, seconds of all nodes * threads / cores)              else
-    window   = A * interval                                 or, flushed: first trip + (A - 1) * interval
-    rate     = samples of a window / window
+A is the number of microbatches per step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ravnest.pipeline.optimizers import Optimizer, state_bytes_per_parameter
 from ravnest.pipeline.staleness import Correction, Corrector
 from ravnest.planner import Chain, MemoryModel, Node, Problem, Storage, interval_s
 from ravnest.planner.partition import partition
-from ravnest.profiling.overhead import StageOverhead, measure_upkeep, with_upkeep
+from ravnest.profiling.overhead import StageOverhead, measure_overhead, with_overhead
 from ravnest.profiling.speed import measure_slowdown
 
 __all__ = [
@@ -45,7 +46,7 @@ __all__ = [
 
 @config
 class Cores:
-    """Where nodes compute: on a core of their own or one that they share (`pinned`), else on any of `count`."""
+    """Cores that nodes compute on: the one of each node (`pinned`), which nodes may share, or any of `count`."""
 
     count: float
     threads: int = 1
@@ -53,16 +54,16 @@ class Cores:
 
     def __post_init__(self) -> None:
         require(self.count > 0, f"count must be > 0, got {self.count}")
-        require(self.threads >= 1, f"a node has at least one thread, not {self.threads}")
+        require(self.threads >= 1, f"threads must be >= 1, got {self.threads}")
 
     def of(self, group: Sequence[int], num_clusters: int) -> Cores:
-        """Return the cores as the nodes of one of several clusters have them."""
+        """Return the share of the cores that the nodes of one of several clusters have."""
         if self.pinned is not None:
             return replace(self, pinned=tuple(self.pinned[i] for i in group))
         return replace(self, count=self.count / num_clusters)
 
     def interval_s(self, work_s: Sequence[float]) -> float:
-        """How often all nodes' work can be done, if each needs so many seconds of a whole core."""
+        """Return the least seconds per microbatch, if each node needs `work_s` seconds of a whole core for it."""
         if self.pinned is None:
             return sum(work_s) * self.threads / self.count
         load = dict.fromkeys(self.pinned, 0.0)
@@ -74,18 +75,21 @@ class Cores:
 def expected_rate(
     work_s: Sequence[float], speeds: Sequence[float], rules: Sequence[StageSchedule], cores: Cores, batch_size: int
 ) -> float:
-    """Samples per second: `work_s` is what a microbatch takes each node at full speed, `speeds` what it has of that."""
+    """Return samples per second.
+
+    `work_s` are the seconds of a microbatch on each node at full speed, `speeds` the share of that speed it has.
+    """
     own_s = [seconds / speed for seconds, speed in zip(work_s, speeds, strict=True)]
     accumulate = rules[0].accumulate
     every_s = max(interval_s(own_s, (), _in_flight(rules)), cores.interval_s(work_s))
-    window_s = accumulate * every_s
+    step_s = accumulate * every_s
     if all(rule.delay == 0 for rule in rules):
-        window_s = max(sum(own_s) + (accumulate - 1) * every_s, window_s)
-    return batch_size / max(window_s, 1e-9)
+        step_s = max(sum(own_s) + (accumulate - 1) * every_s, step_s)
+    return batch_size / max(step_s, 1e-9)
 
 
 def _in_flight(rules: Sequence[StageSchedule]) -> list[int]:
-    """What the depth allows, and the delay: no more than its windows hold."""
+    """Return microbatches in flight: limited by the depth, and by the delay in steps."""
     return [min(rule.depth, rule.accumulate * max(rule.delay, 1)) for rule in rules]
 
 
@@ -112,8 +116,8 @@ class LocalPlanOptions:
             f"clusters must be from 1 to the number of nodes ({self.nodes}), got {self.clusters}",
         )
         require(self.accumulate is None or self.microbatch is None, "give accumulate or microbatch, not both")
-        require(self.accumulate is None or self.accumulate >= 1, "accumulate must be at least 1")
-        require(self.microbatch is None or self.microbatch >= 1, "microbatch must be at least 1 sample")
+        require(self.accumulate is None or self.accumulate >= 1, f"accumulate must be >= 1, got {self.accumulate}")
+        require(self.microbatch is None or self.microbatch >= 1, f"microbatch must be >= 1, got {self.microbatch}")
         require(
             self.memory_bytes is None or len(self.memory_bytes) == self.nodes,
             f"{self.nodes} nodes need as many memory sizes, got {len(self.memory_bytes or ())}",
@@ -125,13 +129,13 @@ class LocalPlanOptions:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The nodes of each cluster, as equal in number as can be."""
+        """The nodes of each cluster; sizes differ by at most one."""
         bounds = [self.nodes * i // self.clusters for i in range(self.clusters + 1)]
         return [list(range(first, end)) for first, end in pairwise(bounds)]
 
     @property
     def speed_of(self) -> tuple[float, ...]:
-        """The speed of each node, for a fair share of the work: nodes that share a core have a part of it."""
+        """The speed of each node; nodes that share a core share its speed."""
         if self.speeds is None and (pinned := self.cores.pinned) is not None:
             return tuple(1 / pinned.count(core) for core in pinned)
         return self.speeds or (1.0,) * self.nodes
@@ -139,7 +143,7 @@ class LocalPlanOptions:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage as it is expected to be."""
+    """Expected size and time of one stage."""
 
     node: str
     first_op: int
@@ -154,7 +158,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Everything a run needs, and what we expect of it."""
+    """The stages of one cluster with their schedules, and the expected speed."""
 
     stages: tuple[Stage, ...]
     plans: tuple[StagePlan, ...]
@@ -162,7 +166,7 @@ class PipelinePlan:
     cuts: tuple[int, ...]
     accumulate: int
     max_microbatch: int
-    samples_per_s: float  # that we expect
+    samples_per_s: float  # expected
     reason: str
 
     def content(self) -> dict[str, object]:
@@ -174,7 +178,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class LocalTimings:
-    """A program in numbers, measured on this machine, and how it is trained here."""
+    """Measured times and sizes of a program, and the options of its training on this machine."""
 
     program: Program
     options: LocalPlanOptions
@@ -193,7 +197,7 @@ class LocalTimings:
 def time_local(
     program: Program, optimizer: Optimizer, correction: Correction, options: LocalPlanOptions
 ) -> LocalTimings:
-    """Measure the operations of a program, and what a stage's processor does besides them, on this machine."""
+    """Measure the operations of a program, and the overhead of a stage besides them, on this machine."""
     accumulate = _accumulate(options)
     costs = measure_costs(program, -(-options.batch_size // accumulate))
     memory = memory_model(
@@ -202,8 +206,8 @@ def time_local(
         recompute=options.recompute,
     )  # fmt: skip
     with torch_threads(options.cores.threads):
-        overhead = measure_upkeep(program, optimizer, correction, delay=0 if memory.synchronous else 1)
-        chain = with_upkeep(chain_of(program, costs), overhead, accumulate)
+        overhead = measure_overhead(program, optimizer, correction, delay=0 if memory.synchronous else 1)
+        chain = with_overhead(chain_of(program, costs), overhead, accumulate)
     return LocalTimings(program, options, costs, chain, overhead, memory, accumulate)
 
 
@@ -211,22 +215,22 @@ def plan_local(timings: LocalTimings, group: Sequence[int]) -> PipelinePlan:
     """Return the cuts that give these nodes the fastest pipeline within each node's memory."""
     options, chain, program, costs = timings.options, timings.chain, timings.program, timings.costs
     nodes, names = tuple(_node(options, i) for i in group), node_names(options.nodes)
-    # On one machine a byte over a cut costs processor time at both ends: a cheap cut is worth a little balance.
-    found = partition(Problem(chain=chain, nodes=nodes, memory=timings.memory, tolerance=0.03))
+    # On one machine a byte over a cut costs processor time at both ends: a cheap cut is preferred to perfect balance.
+    result = partition(Problem(chain=chain, nodes=nodes, memory=timings.memory, tolerance=0.03))
     is_chosen = options.accumulate or options.microbatch
-    depths = found.depths if is_chosen else [min(d, timings.accumulate) for d in found.depths]
+    depths = result.depths if is_chosen else [min(d, timings.accumulate) for d in result.depths]
     schedules = stage_schedules(
         depths, timings.accumulate, synchronous=options.synchronous, max_staleness=options.max_staleness
     )
-    bounds = [0, *found.cuts, len(program.ops)]
+    bounds = [0, *result.cuts, len(program.ops)]
     work_s = [
         seconds * node.speed + timings.overhead.move_s * sum(chain.cut_bytes(b) for b in bounds[i : i + 2])
-        for i, (seconds, node) in enumerate(zip(found.stage_seconds, nodes, strict=True))
+        for i, (seconds, node) in enumerate(zip(result.stage_seconds, nodes, strict=True))
     ]
     rows = tuple(
         StagePlan(
             node=names[group[i]], first_op=bounds[i], num_ops=bounds[i + 1] - bounds[i],
-            parameter_bytes=costs.parameter_bytes(bounds[i], bounds[i + 1]), memory_bytes=found.memory[i].total,
+            parameter_bytes=costs.parameter_bytes(bounds[i], bounds[i + 1]), memory_bytes=result.memory[i].total,
             seconds=work_s[i] / nodes[i].speed, sends_bytes=costs.cuts[bounds[i + 1]].forward_bytes,
             depth=schedules[i].depth, delay=schedules[i].delay,
         )
@@ -235,8 +239,8 @@ def plan_local(timings: LocalTimings, group: Sequence[int]) -> PipelinePlan:
     speeds = [(options.speeds or (1.0,) * options.nodes)[i] for i in group]
     rate = expected_rate(work_s, speeds, schedules, options.cores.of(group, options.clusters), options.batch_size)
     return PipelinePlan(
-        tuple(split(program, found.cuts)), rows, tuple(schedules), found.cuts, timings.accumulate,
-        timings.microbatch, rate, found.reason,
+        tuple(split(program, result.cuts)), rows, tuple(schedules), result.cuts, timings.accumulate,
+        timings.microbatch, rate, result.reason,
     )  # fmt: skip
 
 
@@ -246,7 +250,7 @@ def node_names(count: int) -> tuple[str, ...]:
 
 
 def _accumulate(options: LocalPlanOptions) -> int:
-    """Microbatches per step: as chosen, else as many as a pipeline of equal stages has in flight (staleness 1)."""
+    """Return microbatches per step; by default as many as a pipeline of equal stages has in flight (staleness 1)."""
     if options.microbatch is not None:
         return -(-options.batch_size // min(options.microbatch, options.batch_size))
     return options.accumulate or min(max(map(len, options.groups)) + 1, options.batch_size)
@@ -267,7 +271,7 @@ def memory_model(
     recompute: bool = False,
     ring_copies: int = 0,
 ) -> MemoryModel:
-    """How a training of this program uses memory."""
+    """Return the memory model of training this program."""
     return MemoryModel(
         ring_copies=ring_copies,
         synchronous=synchronous,
@@ -280,14 +284,14 @@ def memory_model(
 
 
 def time_ops(program: Program, costs: Costs) -> list[OpSeconds]:
-    """Seconds of each operation in a training run on this machine. Tests replace it by a fixed table."""
+    """Measure the seconds of each operation in a training run on this machine. Tests replace it by a fixed table."""
     alone = measure_seconds(program, costs.batch, budget_s=2.0, costs=costs)
     slowdown = measure_slowdown(program, costs, alone, budget_s=0.7)
     return [OpSeconds(s.forward_s * slowdown, s.backward_s * slowdown) for s in alone]
 
 
 def chain_of(program: Program, costs: Costs) -> Chain:
-    """The program in numbers, as the planner takes it: its seconds are those of a training run on this machine."""
+    """Return times and sizes of a program for the planner; times are those of a training run on this machine."""
     seconds = time_ops(program, costs)
     readers: dict[str, list[int]] = {s.name: [] for s in program.state}
     for i, op in enumerate(program.ops):

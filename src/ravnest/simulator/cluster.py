@@ -1,12 +1,11 @@
 """Simulates one cluster from start to end: periods under one plan each, and the microbatches lost between them.
 
-Microbatches that a failure finds fed and not yet applied in an optimizer step are lost. The next period feeds as many
-again before it feeds others.
+Microbatches that were fed and not yet applied in an optimizer step when the cluster fails are lost. The next period
+feeds as many again before it feeds others.
 
-Models how long everything takes in a cluster: the actions of its stages, and messages over lines and links.
-
-A machine's upload is one channel and its download another, shared by all its links. A link that is slower than both
-ends' lines, or uses none (the network of a site), or is not duplex, is a channel of its own.
+Durations of actions come from the chain (`NetworkModel`), those of messages from lines and links (`cluster_links`). A
+machine's upload is one channel and its download another, shared by all its links. A link that is slower than both ends'
+lines, or uses none (the network of a site), or is not duplex, is a channel of its own.
 """
 
 from __future__ import annotations
@@ -107,6 +106,9 @@ class _Channels:
         return Hop(self.numbers.setdefault(name, len(self.numbers)) if seconds else -1, seconds)
 
 
+# A cluster over time.
+
+
 class SimulationWorld(NamedTuple):
     """Settings that all clusters of a simulation share."""
 
@@ -120,7 +122,7 @@ class SimulationWorld(NamedTuple):
 
 
 class ClusterSimulation:
-    """Runs one cluster: it has a pipeline while it trains, and a plan until it ends or another takes its place."""
+    """Runs one cluster: it has a pipeline while it trains, and a plan until it ends or another replaces it."""
 
     def __init__(self, world: SimulationWorld, number: int, plan: ClusterPlan, microbatches: float) -> None:
         """It finishes after `microbatches`, in whole optimizer steps."""

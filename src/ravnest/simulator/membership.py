@@ -8,8 +8,8 @@
                          together with the newest clusters: `replan`. Clusters that the new plan does without
                          retire; then their members are planned as those of failed clusters are
 
-Running clusters are in no plan but that of the last rule. Machines that a plan gave no stage are planned again only
-together with others. Plans are cached, since the same machines come and go.
+Only the last rule plans running clusters. Machines that a plan gave no stage are planned again only
+together with others. Plans are cached, since the same machines leave and return.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SimulatedReplan(NamedTuple):
 
 
 class SimulatedMembership:
-    """Tracks which machines are present and which of them are free, and decides what to plan next."""
+    """Tracks the machines that are present and those that are free, and decides the next plan."""
 
     def __init__(self, task: Task, plan: FleetPlan, *, wait_s: float, max_wait: float, rest_s: float) -> None:
         self._task, self._wait_s, self._max_wait_s, self._rest_s = task, wait_s, max_wait * wait_s, rest_s
@@ -80,7 +80,7 @@ class SimulatedMembership:
         self._has_new_speeds = True
 
     def end(self, cluster: ClusterPlan, now_s: float) -> None:
-        """A running cluster failed or retired: its members are free until another takes its place."""
+        """A running cluster failed or retired: its members are free until another replaces it."""
         self.running.remove(cluster)
         self._working.difference_update(cluster.members)
         self._free_since_s.update(dict.fromkeys(cluster.members, now_s))
@@ -89,7 +89,7 @@ class SimulatedMembership:
             del self._failed[oldest]
 
     def apply_plan(self, decision: SimulatedPlan, clusters: Sequence[ClusterPlan], now_s: float) -> None:
-        """These clusters were formed of the free machines; each takes the place of the failed one it shares most with.
+        """These clusters were formed of the free machines; each replaces the failed one it shares most with.
 
         No clusters: no plan was possible.
         """
@@ -110,7 +110,7 @@ class SimulatedMembership:
         self._considered, self._considered_s, self._has_new_speeds = set(decision.free), now_s, False
 
     def next_decision(self, *, is_starting: bool) -> SimulatedPlan | SimulatedReplan | None:
-        """What to plan next, and when. `is_starting`: a cluster has a plan and does not train yet."""
+        """The next plan and its time. `is_starting`: a cluster has a plan and does not train yet."""
         free = self.free
         fresh = set(free) - self._unplaceable
         if fresh and len(free) >= self._task.min_stages:
@@ -142,7 +142,7 @@ class SimulatedMembership:
 
 
 def most_shared(cluster: ClusterPlan, others: Iterable[ClusterPlan]) -> ClusterPlan | None:
-    """The one with the most members in common; None if there is none with any."""
+    """The cluster with the most members in common; None if none has any."""
     members = set(cluster.members)
     best = max(others, key=lambda other: len(members.intersection(other.members)), default=None)
     return best if best is not None and members.intersection(best.members) else None
@@ -173,7 +173,7 @@ class Planner:
     def move_s(
         self, present: Iterable[str], before: Sequence[ClusterPlan], after: Sequence[ClusterPlan]
     ) -> list[float]:
-        """How long the state of each new cluster's stages takes to arrive."""
+        """Seconds until the state of each new cluster's stages has arrived."""
         moved = state_transfers(self._task_of(present), before[:_MAX_SOURCES], after)
         return [moved.wait_s(cluster) for cluster in after]
 

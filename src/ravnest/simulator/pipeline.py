@@ -30,7 +30,7 @@ _NEVER = -inf
 
 
 class Hop(NamedTuple):
-    """A channel that a message passes, and how long the message occupies it."""
+    """A channel that a message passes, and the seconds for which the message occupies it."""
 
     channel: int
     seconds: float
@@ -44,7 +44,7 @@ class Route(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """An optimizer step of the first stage: its time, its number, and how long each stage had worked."""
+    """An optimizer step of the first stage: its time, its number, and the seconds that each stage had worked."""
 
     time_s: float
     updates: int
@@ -104,7 +104,7 @@ class PipelineSimulation:
         self.actions: list[ActionSpan] = []
         self.messages: list[MessageSpan] = []
         self._seconds = list(seconds)
-        self._doing: list[Action | None] = [None] * len(self.schedules)
+        self._current: list[Action | None] = [None] * len(self.schedules)
         self._until_s = [start_s] * len(self.schedules)
         self._free_s = [start_s] * (1 + max((hop.channel for r in self.routes for hop in r.hops), default=0))
         rule = self.schedules[0].rule
@@ -118,8 +118,8 @@ class PipelineSimulation:
     @property
     def fed(self) -> int:
         """Microbatches that the first stage has begun."""
-        doing = self._doing[0]
-        return self.schedules[0].forwards + (doing is not None and doing.kind == "forward")
+        current = self._current[0]
+        return self.schedules[0].forwards + (current is not None and current.kind == "forward")
 
     @property
     def trained(self) -> int:
@@ -134,7 +134,7 @@ class PipelineSimulation:
         return self.last.updates - self.warm.updates, self.last.time_s - self.warm.time_s
 
     def steady_busy_s(self, stage: int) -> float:
-        """How long a stage worked in the steady time."""
+        """Seconds that a stage worked in the steady time."""
         return self.last.busy_s[stage] - self.warm.busy_s[stage] if self.warm and self.last else 0.0
 
     @property
@@ -154,26 +154,26 @@ class PipelineSimulation:
             schedule.end = last if schedule.end is None else min(last, schedule.end)
 
     def worked_s(self, now_s: float) -> tuple[float, ...]:
-        """How long each stage has worked until now, part of an action included."""
+        """Seconds that each stage has worked until now, part of an action included."""
         return tuple([b - (u - now_s if u > now_s else 0.0) for b, u in zip(self.busy_s, self._until_s, strict=True)])
 
     def run(self, until_s: float) -> None:
         """Process events until then, or until none is left."""
-        events, schedules, doing = self._events, self.schedules, self._doing
+        events, schedules, current = self._events, self.schedules, self._current
         while events and events[0][0] <= until_s:
-            now_s, _, stage, what = heappop(events)
-            if what is _INPUT:
+            now_s, _, stage, event = heappop(events)
+            if event is _INPUT:
                 schedules[stage].input_arrived()
-            elif what is _GRADIENT:
+            elif event is _GRADIENT:
                 schedules[stage].gradient_arrived()
-            elif isinstance(what, Action):
-                self._finish(now_s, stage, what)
+            elif isinstance(event, Action):
+                self._finish(now_s, stage, event)
             else:
-                assert isinstance(what, _Moving)
-                self._move(now_s, what)
+                assert isinstance(event, _Moving)
+                self._move(now_s, event)
                 continue
             self.now_s = now_s
-            if doing[stage] is None:
+            if current[stage] is None:
                 self._begin(now_s, stage)
         if until_s < inf:
             self.now_s = until_s
@@ -186,7 +186,7 @@ class PipelineSimulation:
         if self._vary is not None:
             seconds *= self._vary()
         end_s = now_s + seconds
-        self._doing[stage] = action
+        self._current[stage] = action
         self._until_s[stage] = end_s
         self.busy_s[stage] += seconds
         heappush(self._events, (end_s, next(self._order), stage, action))
@@ -196,7 +196,7 @@ class PipelineSimulation:
     def _finish(self, now_s: float, stage: int, action: Action) -> None:
         schedule = self.schedules[stage]
         schedule.done(action)
-        self._doing[stage] = None
+        self._current[stage] = None
         if action.kind == "forward":
             in_flight = schedule.forwards - schedule.backwards
             if in_flight > self.max_in_flight[stage]:

@@ -1,10 +1,10 @@
-"""Results of a simulation: clusters, their periods, the use of stages and links in each, and totals.
+"""Results of a simulation: clusters, their periods, the use of stages and links in each, totals, and a timeline.
 
 A period is the time in which a cluster runs one plan; a failure ends it. Every fed microbatch is accounted for:
 
     fed = trained + lost + in flight          lost = repeated + unrepeated
 
-Writes the recorded time of a simulation in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
+`timeline` gives the recorded time in the Trace Event Format, for ui.perfetto.dev or chrome://tracing:
 
     json.dump({"traceEvents": timeline(simulation)}, file)
 
@@ -188,6 +188,8 @@ class Simulation:
 
 
 TraceEvent = dict[str, Any]
+
+# The timeline.
 
 _FLEET = 0  # the process of faults and plans; clusters count from 1
 

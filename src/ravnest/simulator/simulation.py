@@ -3,13 +3,12 @@
     simulation = simulate(task, plan, duration_s=600, faults=draw_faults(task.fleet, 600))
     simulation.samples_per_s, simulation.bubble, simulation.totals.lost, simulation.events
 
-Clusters are independent until something happens to their machines, so each is run by itself from one such event to the
-next. A member that leaves stops its cluster at once. When that is detected, `SimulatedMembership` decides what is
-planned, and new clusters start when the state of their stages has arrived. Other clusters never stop. The same seed
-gives the same simulation.
+Clusters are independent until an event changes their machines, so each is run by itself from one such event to the
+next. A member that leaves stops its cluster at once. When that is detected, `SimulatedMembership` decides the next
+plan, and new clusters start when the state of their stages has arrived. Other clusters never stop. The same seed gives
+the same simulation.
 
-Fault traces: machines leave, come back and slow down at given times, or at times drawn from a seed.
-
+Machines leave, come back and slow down at given times (`FaultTrace`), or at times drawn from a seed (`draw_faults`).
 `Machine.reliability` r is the chance that a machine is still present in an hour. With exponentially distributed
 uptimes, the mean uptime is
 
@@ -98,8 +97,10 @@ def _faults_of(machine: Machine, duration_s: float, seed: int, repair_s: float) 
         time_s += rng.expovariate(leaves_per_s)
 
 
+# The simulation.
+
 _NUM_BUCKETS = 60  # of the simulated time, for bytes over links
-_RETIRE_S = 30.0  # that a cluster may take to train what it was fed before it ends, as in the coordinator
+_RETIRE_S = 30.0  # for a retired cluster to train its fed microbatches, as in the coordinator
 
 
 class _Start(NamedTuple):
@@ -116,7 +117,7 @@ class _Lost(NamedTuple):
 
 
 class _Drain(NamedTuple):
-    """Check whether a retired cluster has trained what it was fed."""
+    """Check whether a retired cluster has trained all microbatches that it was fed."""
 
     cluster: ClusterSimulation
     retired_s: float
@@ -275,7 +276,7 @@ class FleetSimulation:
     # decisions
 
     def _decide(self, now_s: float) -> None:
-        """Plan what is due, and come back when more may be."""
+        """Carry out the plans that are due, and schedule the next decision."""
         while True:
             is_starting = any(cluster.starts_at_s is not None for cluster in self._clusters)
             decision = self._membership.next_decision(is_starting=is_starting)
@@ -337,7 +338,7 @@ class FleetSimulation:
         cluster.stop(reason)
 
     def _end(self, now_s: float, cluster: ClusterSimulation) -> None:
-        """A halted cluster gives up its plan; its members are free."""
+        """End a halted cluster: its plan is dropped, its members are free."""
         assert cluster.plan is not None
         self._membership.end(cluster.plan, now_s)
         for name in cluster.plan.members:
@@ -387,9 +388,9 @@ def simulate(
     require(duration_s is None or 0 < duration_s < inf, f"duration_s must be > 0, got {duration_s}")
     require(microbatches is None or microbatches >= 1, f"microbatches must be >= 1, got {microbatches}")
     require(0 <= jitter < 1, f"jitter must be >= 0 and < 1, got {jitter}")
-    require(len(plan.clusters) >= 1, "the plan has no clusters, so there is nothing to simulate")
+    require(len(plan.clusters) >= 1, "the plan must have at least one cluster")
     intervals_s = [cluster.partition.interval_s for cluster in plan.clusters]
-    require(min(intervals_s) > 0, "a cluster's microbatches take 0 s: there is no rate to simulate")
+    require(min(intervals_s) > 0, "interval_s of every cluster must be > 0, got 0")
     settings = settings or SimulationSettings()
     world = SimulationWorld(
         network=NetworkModel(task.chain, _all_cuts(plan.clusters), recompute=task.memory.recompute),

@@ -120,7 +120,7 @@ def make_key() -> ec.EllipticCurvePrivateKey:
 
 
 def make_request(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
-    """Create a signing request (PEM), which proves possession of `key` and asks for `name`."""
+    """Create a signing request (PEM), which proves possession of `key` and requests `name`."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, check_id(name))])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
     return request.public_bytes(serialization.Encoding.PEM)

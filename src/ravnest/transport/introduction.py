@@ -1,4 +1,4 @@
-"""Introductions: what a connection between two nodes is for, and which end controls it.
+"""Introductions: the purpose of a connection between two nodes, and the end that controls it.
 
 The first bytes on every connection between nodes are an introduction: generation and purpose of the link. As in ICE,
 the node with the smaller name is *controlling*.

@@ -1,16 +1,16 @@
-"""Reach a peer on the same host over a unix socket: no encryption, the file system decides who may connect.
+"""Connects processes on one host over unix sockets, without encryption: file permissions control access.
 
 Every node of a host that belongs to the same user listens in one private directory:
 
     DIRECTORY/NAME.sock
 
-Of two nodes the controlling one (`is_controlling`) connects and sends a hello: its name, and which link the
-connection is for. The other end answers with the same introduction as soon as it expects that link.
+Of two nodes the controlling one (`is_controlling`) connects and sends a hello: its name, and the introduction of the
+link. The other end answers with the same introduction as soon as it expects that link.
 
     controlling  hello (name, introduction) ->
                  <- introduction                controlled
 
-Links between processes of one host, over connected socket pairs, without encryption.
+`unix_link` makes a link of a connected socket; `unix_pair` makes both ends, for a process and its child.
 """
 
 from __future__ import annotations
@@ -134,14 +134,14 @@ def feed_socket(directory: Path) -> Path:
 
 
 def dial_local_feed(directory: Path, name: str, config: LinkConfig, *, purpose: str, deadline_s: float) -> StreamLink:
-    """A link to the coordinator of a local run, which listens in `directory`."""
+    """Open a link to the coordinator of a local run, which listens in `directory`."""
     mine = Introduction.of(config.generation, purpose)
     sock = connect_local(feed_socket(directory), name, mine, deadline_s=deadline_s)
     return unix_link(sock, config, peer="coordinator")
 
 
 class LocalEndpoint:
-    """Accept and make connections between the nodes of one host. One thread accepts; `connect` is for any thread."""
+    """Accepts and makes connections between the nodes of one host. One thread accepts; `connect` is for any thread."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory, self._name = directory, name
@@ -237,7 +237,7 @@ def _connect(path: Path, name: str, mine: Introduction, deadline: Deadline) -> s
 
 
 def _answer(sock: socket.socket, introduction: Introduction) -> bool:
-    """Accept a connection; false if its other end has given up meanwhile."""
+    """Accept a connection; false if its other end has closed it meanwhile."""
     try:
         sock.sendall(encode_introduction(introduction))
         sock.settimeout(None)
@@ -269,11 +269,11 @@ def _require_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.stat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise LinkError(f"other users may enter {directory}: restrict it to this user (chmod 700)")
+        raise LinkError(f"directory {directory} is accessible to other users: restrict it to this user (chmod 700)")
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket file of a dead process; refuse one that still answers."""
+    """Remove the socket file of a dead process; raise `LinkError` if a process still answers at it."""
     if not path.is_socket():
         return
     with contextlib.closing(_socket(path)) as probe:
@@ -283,4 +283,4 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
-    raise LinkError(f"another process listens at {path}")
+    raise LinkError(f"another process listens at {path}: end it, or use another directory")

@@ -1,7 +1,7 @@
-"""Frames over a stream of bytes: the implementation of `Link`, whatever carries the bytes.
+"""Frames over a stream of bytes: the implementation of `Link` over any `Channel`.
 
-A `Channel` moves what it can without waiting, and waits on request; `StreamLink` assembles whole frames. The bytes of a
-buffer are never copied here: views of the caller's memory go down to the channel.
+A `Channel` moves as many bytes as it can without waiting, and waits on request; `StreamLink` assembles whole frames.
+The bytes of a buffer are never copied here: views of the caller's memory go down to the channel.
 
 Closing a socket while another thread waits on it would let the system reuse its descriptor for another file. So a link
 closes in two steps: reject new users and wake the present ones, then free the channel when the last one has left.
@@ -73,7 +73,7 @@ class RefCount:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._num_users += 1  # what `wake` uses must not be freed meanwhile
+            self._num_users += 1  # the channel must not be freed while `wake` uses it
         try:
             wake()
         finally:
@@ -268,7 +268,7 @@ class StreamLink:
             raise LinkTimeout(f"no progress on the link to {self._peer} for {deadline.seconds:g} s")
 
     def _lost(self, reason: object) -> LinkClosed:
-        """Close the link; the error tells which side ended it."""
+        """Close the link; the error names the side that ended it."""
         if self.closed:
             return self._users.closed_error()
         self.close()

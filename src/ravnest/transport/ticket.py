@@ -1,4 +1,4 @@
-"""Tickets: everything that a PC needs to join a run, as one word to copy, send or read aloud.
+"""Tickets: everything that a PC needs to join a run, as one string to copy and send.
 
     rav1-BASE32(fingerprint 32 | token 16 | number of addresses 1 | addresses | checksum 4)
 
@@ -28,7 +28,7 @@ _MAX_CHARS = 8000
 _NAME, _IPV4, _IPV6 = 0, 4, 6
 _PACKED_BYTES = {_IPV4: 4, _IPV6: 16}
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-_TYPO = "ticket is incomplete or has a wrong character. Copy it again, all of it"
+_TYPO = "ticket is incomplete or has a wrong character: copy all of it again"
 
 
 def new_token() -> str:

@@ -1,12 +1,12 @@
 """TLS channels between hosts: mutual TLS 1.3 over TCP, for members of one run only.
 
-Both sides present a certificate of the run's authority, and each asks `allowed` whether the named node may be at the
-other end. Addresses prove nothing: a node is identified by its certificate alone.
+Both sides present a certificate of the run's authority, and each checks with `allowed` whether the named node may be at
+the other end. Addresses prove nothing: a node is identified by its certificate alone.
 
 OpenSSL must not be in two calls at once for one connection, yet one thread sends while another receives. So OpenSSL
 works on memory only, under a lock held for microseconds, and the socket is read, written and waited for outside the
 lock. This also costs less than the system calls of OpenSSL, one per record of 16 kB. SO_RCVLOWAT batches wake-ups for
-large reads, because a wake-up on a busy core costs more than decrypting what arrived.
+large reads, because a wake-up on a busy core costs more than decrypting the data.
 
 In TLS 1.3 the client finishes the handshake before the server has verified its certificate. So each side then sends one
 byte, accepted or rejected, and the link exists only after both have accepted.
@@ -100,7 +100,7 @@ class TlsChannel(SocketChannel):
                 self._incoming.write(self._arrived[:arrived_bytes])
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Wait for most of the wanted bytes, less what OpenSSL may hold back; encryption only adds to their number."""
+        """Wait for the wanted bytes, less the most that OpenSSL may hold back; encryption only adds to their number."""
         self.set_low_watermark(max(1, min(_MAX_WATERMARK_BYTES, self._wanted_bytes - _RECORD_BYTES)))
         return super().wait_readable(timeout_s)
 
@@ -162,7 +162,7 @@ def mutual_handshake(channel: TlsChannel, allowed: Allowed) -> Handshake[str]:
     is_allowed = allowed(name)
     yield from send_bytes(channel, _ACCEPTED if is_allowed else _REJECTED)
     answer = b""
-    with contextlib.suppress(FrameError, LinkClosed):  # a TLS alert: the peer's TLS rejected our certificate
+    with contextlib.suppress(FrameError, LinkClosed):  # a TLS alert: the peer's TLS rejected this node's certificate
         answer = yield from receive_bytes(channel, 1)
     if not is_allowed:
         raise HandshakeError(f"{name} is not allowed on this link")

@@ -1,4 +1,4 @@
-"""Run one assignment: read the files of the stage, connect to its neighbours, train until stopped.
+"""Runs one assignment: reads the files of the stage, connects to its neighbours, and trains until stopped.
 
 The files are untrusted: the stage is validated within the memory that the owner contributes, and the configuration's
 settings for this machine (threads, core, paths) are replaced by the owner's. A run may be stopped at any moment; it
@@ -29,10 +29,10 @@ from ravnest.pipeline.state import write_state
 from ravnest.protocol.averaging import Message
 from ravnest.protocol.commands import (
     AbortAveraging,
+    Command,
     CommitAverage,
     FormRings,
     LinkReport,
-    Order,
     StartAveraging,
     StopStage,
 )
@@ -73,7 +73,7 @@ class AssignmentRun:
         self._files, self._resources, self._replicas, self._report = files, resources, replicas, report
         self._dialer = _LinkDialer()
         self._lock = threading.Lock()  # guards the next five
-        self._early: list[Order] = []
+        self._early: list[Command] = []
         self._runner: StageRunner | None = None
         self._averaging: StageAveraging | None = None
         self._pending_replicas: set[Future[int]] = set()
@@ -85,10 +85,10 @@ class AssignmentRun:
             self._run()
         except _Stopped:
             pass
-        except Exception as error:  # whatever it was, the coordinator must get the reason
+        except Exception as error:  # any failure is reported to the coordinator
             self._report_failure(error)
 
-    def command(self, command: Order) -> None:
+    def command(self, command: Command) -> None:
         """Pass a command on to the stage; one that arrives before the stage runs waits for it."""
         if isinstance(command, FormRings):
             self._resources.expect("rings", [peer.name for peer in command.peers])
@@ -153,7 +153,9 @@ class AssignmentRun:
         stage = load(file.read_bytes(), limits)
         self._check(stage)
         states = [*self._replicas.gather(stage, self.assignment.sources, file.parent), *self._files.states]
-        config = msgspec.structs.replace(config, begin=self.assignment.begin, state=tuple(map(str, states)))
+        config = msgspec.structs.replace(
+            config, first_update=self.assignment.first_update, state=tuple(map(str, states))
+        )
         before, after = self._connect()
         try:
             is_fed = self.assignment.before is None
@@ -181,7 +183,7 @@ class AssignmentRun:
             runner.run()
             flush_s = _FLUSH_S
             self._store_replica(runner)
-        except LinkError as error:  # a lost neighbour is no reason to lose the state of this stage
+        except LinkError as error:  # a lost neighbour must not lose the state of this stage
             self._store_replica(runner)
             self._report_failure(error)
         except Exception as error:  # reported before the links close: neighbours only notice the closed links
@@ -239,7 +241,7 @@ class AssignmentRun:
             for command in self._early:
                 self._pass_on(command)
 
-    def _pass_on(self, command: Order) -> None:
+    def _pass_on(self, command: Command) -> None:
         assert self._runner is not None
         assert self._averaging is not None
         if isinstance(command, FormRings | StartAveraging | CommitAverage | AbortAveraging):
@@ -266,11 +268,11 @@ class AssignmentRun:
         config: LinkConfig | None = None,
         buffer: SharedBuffer | None = None,
     ) -> Link:
-        is_resuming = purpose == "stage" and self.assignment.begin > 0
+        is_resuming = purpose == "stage" and self.assignment.first_update > 0
         deadline_s = _CONNECT_RESUMING_S if is_resuming else _CONNECT_S
         config = config or self._link_config()
         connection = self._resources.connect_peer(peer, purpose, config, deadline_s=deadline_s, buffer=buffer)
-        self._report(LinkReport(peer.name, connection.how, connection.reason[:1000], connection.hint[:1000]))
+        self._report(LinkReport(peer.name, connection.kind, connection.reason[:1000], connection.hint[:1000]))
         return connection.link
 
     def _connect_feed(self) -> Link:

@@ -1,15 +1,14 @@
-"""The worker process of a node: computes one stage after another, as long as its agent lives.
+"""The worker process of a node: computes one stage after another until its agent ends.
 
     python -m ravnest.worker.process --control 5
 
-The number is an open socket that the agent hands down. The worker opens its endpoints once. A stage that fails, for any
-reason, is reported to the agent, and the worker is free for the next; the endpoints stay open. The process ends when
-the agent stops it or is gone.
+The number is the file descriptor of a socket to the agent. The worker opens its endpoints once. A stage that fails is
+reported to the agent, and the worker is free for the next one; the endpoints stay open. The process ends when the agent
+stops it or ends.
 
-Keep freed memory in the process, so that the next microbatch reuses it.
-
-By default glibc returns large blocks to the system at once, and the next microbatch gets them page by page, zeroed:
-thousands of page faults per microbatch, 3 to 8 % of the time of a small GPT. On other systems this does nothing.
+Freed memory is kept in the process, so that the next microbatch reuses it. By default glibc returns large blocks to the
+system at once, and the next microbatch gets them page by page, zeroed: thousands of page faults per microbatch, 3 to
+8 % of the time of a small GPT. Other systems are not configured.
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ from ravnest.worker.assignment import AssignmentRun
 from ravnest.worker.replica_store import ReplicaStore
 from ravnest.worker.replication import ReplicaExchange, RunningStage
 from ravnest.worker.resources import LocalPeers, WorkerResources
+from ravnest.worker.torch_compiler import defer_compiler
 
 __all__ = ["Worker", "main", "keep_freed_memory"]
 
@@ -89,7 +89,7 @@ _log = logging.getLogger("ravnest.worker")
 
 
 class Worker:
-    """One thread computes; the thread of the control link hands it stages."""
+    """The worker of one node: one thread computes, the thread of the control link queues stages for it."""
 
     def __init__(self, link: StreamLink, start: StartWorker) -> None:
         self._start = start
@@ -103,7 +103,7 @@ class Worker:
         self._pump = Pump(link, lambda header, lengths: [], self._handle, self._agent_lost, PumpConfig(capacity=256))
 
     def run(self) -> None:
-        """Work until the agent stops it or is gone."""
+        """Run until the agent stops it or ends."""
         self._pump.start()
         try:
             self._work()
@@ -228,13 +228,14 @@ class Worker:
 
 
 def _warm_up() -> None:
-    """Have torch load what it loads when it first trains, about a second's work, before others wait for it."""
+    """Load the modules that torch imports on first use, about a second, before peers wait for this worker."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 
 
 def _prepare_process() -> None:
     """End with the parent, leave Ctrl-C to it, and log to standard error."""
     keep_freed_memory()
+    defer_compiler()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
@@ -248,7 +249,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def _exit_after(work: Callable[[], None]) -> NoReturn:
-    """Work, then leave at once: an orderly shutdown of Python and torch would keep a core busy for half a second."""
+    """Work, then exit at once: an orderly shutdown of Python and torch would use a core for half a second."""
     code = 0
     try:
         work()

@@ -1,14 +1,12 @@
-"""Connections of a worker to the members of a fleet, anywhere: one port, mutual TLS, NAT traversal, relay.
+"""Connects a worker to members of a fleet on any host, and to the coordinator's feed.
 
-Addresses of this node's endpoint: those of its interfaces, and the one that the coordinator observes.
+Links between members use one port, mutual TLS, NAT traversal and a relay. The addresses of a node are those of its
+interfaces and the one that the coordinator observes. A router keeps a NAT mapping only while it is used, so the
+connection on which the coordinator observes the endpoint stays open; when it ends, another is opened.
 
-A router keeps a NAT mapping only while it is used, so the connection on which the coordinator observes the endpoint
-stays open; when it ends, another is opened.
-
-The feed: the link from the first stage of a cluster to the coordinator, which supplies its batches.
-
-TLS to the coordinator's port (ALPN `ravnest-feed`). Each side introduces itself with the generation and "feed " + the
-cluster's name, the dialing side first; then frames go both ways. The coordinator rejects a feed by closing it.
+The feed is the link from the first stage of a cluster to the coordinator, which supplies its batches: TLS to the
+coordinator's port (ALPN `ravnest-feed`). Each side introduces itself with the generation and "feed " + the cluster's
+name, the dialing side first; then frames are sent in both directions. The coordinator rejects a feed by closing it.
 """
 
 from __future__ import annotations
@@ -63,13 +61,15 @@ def dial_feed(
         channel = TlsChannel(sock, context, server_side=False)
         name = yield from authenticate(channel)
         if name != COORDINATOR:
-            raise HandshakeError(f"expected the coordinator at {show(address)}, found {name}")
+            raise HandshakeError(f"expected the coordinator at {show(address)}, got {name}")
         yield from send_introduction(channel, mine)
         check_introduction(mine, (yield from receive_introduction(channel)), name)
         return StreamLink(channel, config, peer=name)
 
     return run_blocking(handshake(), sock, deadline)
 
+
+# addresses of this node
 
 _MAX_ADDRESSES = 16
 _OBSERVE_S = 10.0
@@ -193,28 +193,28 @@ class RemotePeers:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Stay reachable meanwhile."""
+        """Listen for members inside this context."""
         with self._endpoint:
             yield
             self._monitor.close()
 
     def watch(self) -> None:
-        """Keep the address under which the coordinator sees this node."""
+        """Start to keep the address that the coordinator observes up to date."""
         self._monitor.start()
 
     def connect(self, peer: Peer, purpose: str, config: LinkConfig, *, deadline_s: float) -> PeerConnection:
-        """Return a link to a member, which must call this node too."""
+        """Return a link to a member, which must connect to this node too."""
         candidates = PeerCandidates(
             name=peer.name,
-            addresses=peer.where.addresses,
-            observed=peer.where.observed,
+            addresses=peer.addresses.addresses,
+            observed=peer.addresses.observed,
             relay=RelayInfo(address=self._coordinator, token=peer.relay_token),
             purpose=purpose,
         )
         own = self.addresses
         local = LocalCandidates(addresses=own.addresses, observed=own.observed)
-        found = self._endpoint.connect(candidates, config, local=local, deadline_s=deadline_s)
-        return PeerConnection(found.link, found.how, found.reason, found.hint)
+        connection = self._endpoint.connect(candidates, config, local=local, deadline_s=deadline_s)
+        return PeerConnection(connection.link, connection.kind, connection.reason, connection.hint)
 
     def connect_feed(self, purpose: str, config: LinkConfig, *, deadline_s: float) -> StreamLink:
         """Return the link to the coordinator that feeds the first stage."""
@@ -235,12 +235,12 @@ class _RejectionLog:
 
 def _open_endpoint(start: StartWorker, identity: Identity, allowed: Callable[[str], bool]) -> PeerEndpoint:
     """Listen at the port that this node had before, if it is free; on IPv6 and IPv4, where there are both."""
-    error = LinkError("there is no port to listen on")
+    error = LinkError("no port to listen on")
     for port in (start.port,) if start.is_port_fixed else (start.port, 0):
         for host in ("::", "0.0.0.0"):
             try:
                 acceptor = AcceptorConfig(on_rejected=_RejectionLog())
                 return PeerEndpoint((host, port), identity, allowed=allowed, acceptor=acceptor)
-            except LinkError as refused:
-                error = refused
+            except LinkError as failure:
+                error = failure
     raise error

@@ -3,7 +3,7 @@
     replicas/c7-2-140.safetensors        stage 2 of cluster c7 after 140 updates
 
 A replica comes from a stage of this node when it ends, or from another node. Files outlive the agent, so that a node
-that rejoins still has them. A file gets its name when it is complete. At most `MOST_COPIES` are kept; the oldest are
+that rejoins still has them. A file gets its name when it is complete. At most `MAX_REPLICAS` are kept; the oldest are
 removed.
 """
 
@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ravnest.protocol.control import MOST_COPIES, ReplicaInfo
+from ravnest.protocol.control import MAX_REPLICAS, ReplicaInfo
 
 __all__ = ["ReplicaStore"]
 
@@ -60,7 +60,7 @@ class ReplicaStore:
         for older in self.replicas():
             if (older.cluster, older.stage) == (replica.cluster, replica.stage) and older != replica:
                 self._remove(older)
-        for older in self.replicas()[:-MOST_COPIES]:
+        for older in self.replicas()[:-MAX_REPLICAS]:
             self._remove(older)
 
     def clear(self) -> None:

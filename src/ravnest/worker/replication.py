@@ -1,10 +1,8 @@
-"""Exchange replicas with other nodes: send them, store them, and fetch the state that an assignment resumes from.
+"""Exchanges replicas with other nodes: sends them, stores them, and fetches the state that an assignment resumes from.
 
 The replica of a running stage is written between two of its actions; any other comes from the replica store. Each
-transfer has a number known to both ends, and a link of its own. It ends within its deadlines whatever the other end
-does, and disturbs a running stage only while the file is written.
-
-Transfer a replica from one node to another: a file over a link, in chunks, verified by its digest.
+transfer has a number known to both ends, and a link of its own. All its waits have deadlines, and it delays a running
+stage only while the file is written. The file is sent in chunks and verified by its digest:
 
     target  ReplicaRequest (tensor names)  ->                                         source
                                            <-  ReplicaOffer (size, number of updates)
@@ -160,6 +158,8 @@ def _no_bytes(header: msgspec.Struct, lengths: tuple[int, ...]) -> list[memoryvi
     return []
 
 
+# transfers of a worker
+
 _MAX_TRANSFERS = 8
 _CONNECT_S = 120.0
 _MAX_STATE_FACTOR = 6  # bytes of a replica for each byte of the parameters and buffers that a stage owns
@@ -208,14 +208,14 @@ class ReplicaExchange:
         max_bytes = _MAX_STATE_FACTOR * _owned_bytes(stage) + _HEADER_BYTES
 
         def get(number: int, source: ReplicaSource) -> Path:
-            if source.giver is None:
-                return self._stored_path(source.copy)
+            if source.source is None:
+                return self._stored_path(source.replica)
             path = directory / f"source-{number}"
             try:
-                self._fetch(source.giver, source.transfer, names, path, max_bytes)
-            except (LinkError, ReplicaUnavailable) as error:  # not this node's fault
+                self._fetch(source.source, source.transfer, names, path, max_bytes)
+            except (LinkError, ReplicaUnavailable) as error:  # a consequence: this node is not at fault
                 raise LinkClosed(
-                    f"could not fetch the state of stage {source.copy.stage} from {source.giver.name}: {error}"
+                    f"could not fetch the state of stage {source.replica.stage} from {source.source.name}: {error}"
                 ) from error
             return path
 
@@ -246,11 +246,11 @@ class ReplicaExchange:
             self._resources.expect(purpose, [])
 
     def _store(self, command: StoreReplica) -> None:
-        store, wanted = self._resources.replica_store, command.copy
+        store, replica = self._resources.replica_store, command.replica
         try:
             with store.writing() as path:
                 updates = self._fetch(command.source, command.transfer, (), path, self._resources.memory_bytes)
-                stored, num_bytes = ReplicaInfo(wanted.cluster, wanted.stage, updates), path.stat().st_size
+                stored, num_bytes = ReplicaInfo(replica.cluster, replica.stage, updates), path.stat().st_size
                 store.put(path, stored)
         except (RavnestError, OSError) as error:
             self._report_failure(command.transfer, error)
@@ -258,7 +258,7 @@ class ReplicaExchange:
             self._report(ReplicaStored(command.transfer, stored, num_bytes))
 
     def _send(self, command: SendReplica) -> None:
-        running = self._running(command.copy.cluster, command.copy.stage)
+        running = self._running(command.replica.cluster, command.replica.stage)
         try:
             with (
                 self._connected(command.target, command.transfer) as link,
@@ -266,7 +266,7 @@ class ReplicaExchange:
             ):
                 send_replica(
                     link,
-                    lambda names: self._prepare(command.copy, names, draft),
+                    lambda names: self._prepare(command.replica, names, draft),
                     turn=None if running is None else running.wait,
                     rate_limiter=self._resources.rate_limiter,
                 )

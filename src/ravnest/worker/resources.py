@@ -1,6 +1,6 @@
-"""Resources of a worker, whatever its stage: its name, its ways to peers, and the owner's limits.
+"""Resources of a worker that all its stages share: connections to peers, the replica store, and the owner's limits.
 
-Connections of a worker to peers on the same host: unix sockets, and shared memory where rings run over them.
+Peers on the same host are connected by unix sockets, and by shared memory for rings.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ RING = "ring"  # the purpose of a link that carries averages
 
 
 class PeerConnection(NamedTuple):
-    """A link to a peer, how it was made, and what would make it better (nothing when it is direct)."""
+    """A link to a peer, the way it was made, the reason, and a hint that could improve it (empty if it is direct)."""
 
     link: StreamLink
-    how: str
+    kind: str
     reason: str
     hint: str
 
@@ -63,12 +63,12 @@ class LocalPeers:
         return dial_local_feed(self._directory, self._name, config, purpose=purpose, deadline_s=deadline_s)
 
 
-_LOCAL_S = 15.0  # after that a peer on the same host is reached over TLS, as any other
+_LOCAL_S = 15.0  # after that, a peer on the same host is connected over TLS, as any other
 
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """`expect(purpose, names)` admits these nodes for a purpose; no names: none any more.
+    """Name, limits and connections of a worker. `expect(purpose, names)` sets the nodes admitted for a purpose.
 
     `remote` connects to members of a fleet anywhere, `local` to nodes on this host; a worker has at least one.
     """
@@ -90,9 +90,9 @@ class WorkerResources:
     def connect_peer(
         self, peer: Peer, purpose: str, config: LinkConfig, *, deadline_s: float, buffer: SharedBuffer | None = None
     ) -> PeerConnection:
-        """Return a link to a peer, which must call this node too; a ring neighbour on this host can read `buffer`."""
+        """Return a link to a peer, which must connect too; a ring neighbour on this host can read `buffer` in place."""
         deadline = Deadline(deadline_s)
-        if self.local is not None and peer.where.host and peer.where.host == self.host:
+        if self.local is not None and peer.addresses.host and peer.addresses.host == self.host:
             within_s = deadline_s if self.remote is None else min(_LOCAL_S, deadline_s)
             try:
                 return self.local.connect(peer.name, purpose, config, deadline_s=within_s, buffer=buffer)

@@ -1,8 +1,7 @@
-"""Run one stage between its two links, and report its progress.
+"""Runs one stage between its two links, and reports its progress.
 
-The stage and its links are given: this module does not depend on where they come from.
-
-Links of a stage to its neighbours, as the training loop uses them: queues to send, one inbox to receive.
+The caller provides the stage and its links. For the training loop, a link is a queue to send to; both links receive
+into one inbox.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from ravnest.pipeline.state import StageState, owned, read_state, write_state
 from ravnest.pipeline.tensor_codec import StageCodecs, TensorCodec, as_bytes
 from ravnest.pipeline.trainer import Trainer, squared_norm
 from ravnest.protocol.commands import (
+    Command,
     EndAfter,
     EvaluationReport,
     LossReport,
-    Order,
-    Reports,
+    Report,
     SaveState,
     StageFailed,
     StageReady,
@@ -134,7 +133,7 @@ class StageLink:
 class FeedLink(StageLink):
     """A link from the coordinator to the first stage.
 
-    The coordinator may be gone while there are microbatches left to train. Their acknowledgements are then dropped; the
+    The coordinator may end while there are microbatches left to train. Their acknowledgements are then dropped; the
     replica that the stage leaves records what was trained.
     """
 
@@ -161,7 +160,9 @@ class NullLink:
         pass
 
 
-SendReport: TypeAlias = Callable[[Reports], None]
+# the stage
+
+SendReport: TypeAlias = Callable[[Report], None]
 
 _MAX_WAIT_S = 1.0
 
@@ -212,7 +213,7 @@ class StageRunner:
         self._report(StageReady(self._loop.index))
         self._loop.run()
 
-    def command(self, command: Order) -> None:
+    def command(self, command: Command) -> None:
         """Execute a command between two actions."""
 
         def execute(loop: Loop) -> None:
@@ -289,7 +290,7 @@ class StageRunner:
             except (OSError, RavnestError) as error:
                 failure = str(error)[:1000] or type(error).__name__
             self._is_writing = False
-            with contextlib.suppress(LinkError):  # the receiver may be gone
+            with contextlib.suppress(LinkError):  # the receiver may have ended
                 self._report(StateSaved(loop.index, state.updates, failure, is_state=True))
 
         updates = loop.schedule.updates
@@ -386,7 +387,7 @@ def _initial_state(stage: Stage, config: StageConfig, begin: StageState | None) 
     """Return the state to resume from. `config` has the number of updates: a state may come from another cluster."""
     if begin is None and config.state:
         begin = read_state(stage, config.state)
-    return StageState(config.begin, {} if begin is None else begin.tensors)
+    return StageState(config.first_update, {} if begin is None else begin.tensors)
 
 
 def _initial_weights(stage: Stage, config: StageConfig, start: StageState) -> dict[str, Tensor]:

@@ -34,14 +34,14 @@ class ConnectRequest(msgspec.Struct, frozen=True):
     """Connect to this peer, which receives the same request for this node."""
 
     peer: str
-    where: PeerAddresses
+    addresses: PeerAddresses
     token: str
 
 
 class ConnectReport(msgspec.Struct, frozen=True):
     """Type of the connection, and whether the peer's whole payload arrived."""
 
-    how: str
+    kind: str
     reason: str
     hint: str
     is_complete: bool
@@ -95,15 +95,15 @@ def run_node(identity: Identity, hub: str) -> None:
 def connect(endpoint: PeerEndpoint, me: str, local: PeerAddresses, request: ConnectRequest, hub: str) -> ConnectReport:
     peer = PeerCandidates(
         name=request.peer,
-        addresses=request.where.addresses,
-        observed=request.where.observed,
+        addresses=request.addresses.addresses,
+        observed=request.addresses.observed,
         relay=RelayInfo(address=(hub, PORT), token=request.token),
     )
     candidates = LocalCandidates(addresses=local.addresses, observed=local.observed)
     connected = endpoint.connect(peer, LinkConfig(headers=Note), local=candidates, deadline_s=DEADLINE_S)
     with connected.link as link:
         received = exchange(link, payload(me), is_first=me < request.peer)
-    return ConnectReport(connected.how, connected.reason, connected.hint, received == payload(request.peer))
+    return ConnectReport(connected.kind, connected.reason, connected.hint, received == payload(request.peer))
 
 
 def exchange(link: StreamLink, mine: bytes, *, is_first: bool) -> bytes:

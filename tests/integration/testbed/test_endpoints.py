@@ -117,7 +117,7 @@ def test_two_nodes_connect_as_their_nats_allow(nodes: Nodes, one: str, other: st
     before_bytes = carried_bytes(nodes)
     reports = nodes.connect(one, other)
     through_hub_bytes = carried_bytes(nodes) - before_bytes
-    assert [report.how for report in reports] == [how, how], reports
+    assert [report.kind for report in reports] == [how, how], reports
     assert all(report.is_complete for report in reports)
     if how == "relayed":
         assert through_hub_bytes > 2 * PAYLOAD_BYTES
@@ -129,19 +129,19 @@ def test_two_nodes_connect_as_their_nats_allow(nodes: Nodes, one: str, other: st
 
 def check_hint(report: ConnectReport, address: str) -> None:
     """Empty for a direct link; otherwise the port to forward, and the target."""
-    if report.how == "direct":
+    if report.kind == "direct":
         assert report.hint == ""
         return
     port = address.rpartition(":")[2]
     assert f"forward TCP port {port} of your router to {address}" in report.hint
-    expected = "may fail after a router restarts" if report.how == "punched" else "through the coordinator"
+    expected = "may fail after a router restarts" if report.kind == "punched" else "through the coordinator"
     assert expected in report.hint
 
 
 def test_relayed_payloads_are_encrypted_at_the_hub(nodes: Nodes) -> None:
     with nodes.bed.capture("hub") as wire:
         reports = nodes.connect("carl-1", "bela-1")
-    assert [report.how for report in reports] == ["relayed", "relayed"]
+    assert [report.kind for report in reports] == ["relayed", "relayed"]
     assert wire.num_missed == 0
     seen = wire.bytes()
     assert len(seen) > 4 * PAYLOAD_BYTES  # two payloads, each in and out again

@@ -24,7 +24,7 @@ from ravnest.coordinator.requester import Microbatch, PlannedClusters, RingShape
 from ravnest.coordinator.service import CoordinatorConfig, CoordinatorServer
 from ravnest.errors import PlanError
 from ravnest.planner.fleet import Machine
-from ravnest.protocol.commands import Reports
+from ravnest.protocol.commands import Report
 from ravnest.protocol.control import NodeProfile
 from ravnest.transport.address import Address
 from ravnest.transport.identity import Identity, make_authority, make_key, make_request, save_identity
@@ -45,7 +45,7 @@ class FakeRequester:
         self.directory, self.size = directory, size
         self.given = 0
         self.done: list[int] = []
-        self.reports: list[tuple[str, int, Reports]] = []
+        self.reports: list[tuple[str, int, Report]] = []
         self.file = b"a stage"
         self.max_bytes = 1000
 
@@ -72,7 +72,7 @@ class FakeRequester:
     def stages(
         self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
     ) -> list[StageFiles]:
-        return [StageFiles(self.file, b"a brief", max_bytes=self.max_bytes) for _ in cluster.members]
+        return [StageFiles(self.file, b"a config", max_bytes=self.max_bytes) for _ in cluster.members]
 
     def rings(self, clusters: Sequence[ClusterSpec]) -> list[RingShape]:
         return []
@@ -89,7 +89,7 @@ class FakeRequester:
     def batch_settled(self, batch: int) -> None:
         self.done.append(batch)
 
-    def stage_reported(self, cluster: str, stage: int, report: Reports) -> None:
+    def stage_reported(self, cluster: str, stage: int, report: Report) -> None:
         self.reports.append((cluster, stage, report))
 
     def cluster_ended(self, cluster: str, reason: str, *, is_lost: bool) -> None:

@@ -142,7 +142,7 @@ class FakeNode:
         except BaseException:
             await self._client.__aexit__()
             raise
-        await self.send(Hello(release="test", profile=self.profile, where=self.where, holding=self.holding))
+        await self.send(Hello(release="test", profile=self.profile, addresses=self.where, held_generation=self.holding))
         self._tasks = [asyncio.create_task(self._receive_all())]
         return self
 
@@ -215,13 +215,13 @@ class FakeNode:
             if isinstance(message, DesiredAssignment):
                 await self._take(message.assignment)
             elif isinstance(message, Welcome):
-                self.run_task(self._send_heartbeats(message.beat_s))
+                self.run_task(self._send_heartbeats(message.heartbeat_s))
         self.end_reason = f"close code {self._socket.close_code}"
         self._changed.set()
 
-    async def _send_heartbeats(self, beat_s: float) -> None:
+    async def _send_heartbeats(self, heartbeat_s: float) -> None:
         while True:
-            await asyncio.sleep(beat_s)
+            await asyncio.sleep(heartbeat_s)
             await self.send(Heartbeat())
 
     async def _take(self, part: Assignment | None) -> None:

@@ -220,7 +220,7 @@ def test_a_kicked_node_stays_out_and_the_others_form_a_cluster(tmp_path: Path) -
             part = bob.assignment
             await kick(server, "bob")
             disconnect = await bob.receive(Disconnect)
-            assert (disconnect.again, "it was rude" in disconnect.reason) == (False, True)
+            assert (disconnect.may_reconnect, "it was rude" in disconnect.reason) == (False, True)
             await bob.ended()
             assert (
                 bob.received.count(disconnect) == sum(isinstance(message, Disconnect) for message in bob.received) == 1
@@ -251,7 +251,7 @@ def test_messages_of_a_kicked_node_are_ignored(tmp_path: Path) -> None:
                 await bob.send(StageReport(bob.assignment.generation, StageFailed("a last word")))  # in transit ...
             server.coordinator.kick("bob", "it was rude")  # ... when this happens
             await bob.ended()
-            assert [message.again for message in bob.received if isinstance(message, Disconnect)] == [False]
+            assert [message.may_reconnect for message in bob.received if isinstance(message, Disconnect)] == [False]
             assert not any("a last word" in text for text in server.log)
 
     run(test())
@@ -279,7 +279,7 @@ def test_the_newer_of_two_connections_with_one_certificate_counts(tmp_path: Path
             newer.holding = ann.holding  # it claims to have the stage
             async with newer:
                 disconnect = await ann.receive(Disconnect)
-                assert not disconnect.again
+                assert not disconnect.may_reconnect
                 await server.wait_for_log("ann reconnected from 127.0.0.1", "is closed")
                 part = (await newer.receive(DesiredAssignment)).assignment
                 assert part is not None
@@ -296,7 +296,7 @@ def test_a_node_that_reconnects_without_its_stage_gets_a_new_one(tmp_path: Path)
         async with running_coordinator(tmp_path) as server, await server.node("ann") as ann, await server.node("bob"):
             await server.train()
             async with FakeNode(ann.identity, server.address):
-                assert not (await ann.receive(Disconnect)).again
+                assert not (await ann.receive(Disconnect)).may_reconnect
                 await server.wait_for_log("failed: ann reconnected without its stage")
                 await server.train()
 

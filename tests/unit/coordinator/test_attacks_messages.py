@@ -30,7 +30,7 @@ from tests.unit.coordinator.clients import PROFILE, FakeNode
 pytestmark = pytest.mark.timeout(60)
 
 CLOSED = (OSError, EOFError, LinkError)
-HELLO = Hello(release="test", profile=PROFILE, where=Where())
+HELLO = Hello(release="test", profile=PROFILE, addresses=Where())
 
 
 async def all_handled(server: RunningCoordinator, node: FakeNode) -> None:
@@ -96,7 +96,7 @@ def test_repeated_messages_are_logged_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (HELLO, "sent a second hello"),
+        (HELLO, "got a second one"),
         (StageReport(1, LossReport({0: (1.0,)})), "only the last stage sends a LossReport"),
         (StageReport(1, LinkReport("mallory", "direct", "")), "a link to a node outside its cluster"),
         (AddressChanged(Where((("not an address", 1),))), "does not appear to be an IPv4 or IPv6 address"),
@@ -109,7 +109,7 @@ def test_an_invalid_message_ends_the_session_and_not_training(tmp_path: Path, me
             ann = server.nodes_by_name["ann"]
             await ann.send(message)
             disconnect = await ann.receive(Disconnect)
-            assert disconnect.again
+            assert disconnect.may_reconnect
             assert reason in disconnect.reason
             await server.wait_for_log("the connection to ann ended", reason)
             again = FakeNode(ann.identity, server.address)
@@ -173,12 +173,12 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"profile": {**HONEST["profile"], "gflops": float("nan")}}, "gflops must be"),
     ({"profile": {**HONEST["profile"], "up_bytes_per_s": 0.0}}, "up_bytes_per_s must be"),
     ({"profile": {**HONEST["profile"], "latency_s": 1e9}}, "latency_s must be"),
-    ({"profile": {**HONEST["profile"], "device": "x" * 1000}}, "at most 32 letters"),
-    ({"where": [[["10.0.0.1", 1]] * 17, None]}, "invalid message"),
-    ({"where": {"addresses": [["10.0.0.1", 1]] * 17}}, "at most 16 addresses"),
-    ({"where": {"addresses": [["evil.example", 1]]}}, "does not appear to be"),
-    ({"where": {"observed": ["\x1b[2J", 1]}}, "does not appear to be"),
-    ({"where": {"observed": ["127.0.0.1", 70000]}}, "port must be between"),
+    ({"profile": {**HONEST["profile"], "device": "x" * 1000}}, "at most 32 characters"),
+    ({"addresses": [[["10.0.0.1", 1]] * 17, None]}, "invalid message"),
+    ({"addresses": {"addresses": [["10.0.0.1", 1]] * 17}}, "at most 16 addresses"),
+    ({"addresses": {"addresses": [["evil.example", 1]]}}, "does not appear to be"),
+    ({"addresses": {"observed": ["\x1b[2J", 1]}}, "does not appear to be"),
+    ({"addresses": {"observed": ["127.0.0.1", 70000]}}, "port must be between"),
 ]
 
 

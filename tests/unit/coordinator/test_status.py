@@ -71,7 +71,7 @@ def test_nodes_and_clusters_have_their_activity() -> None:
     attic = status.nodes[0]
     assert (attic.name, attic.state, attic.cluster, attic.stage) == ("attic", "training", "c1", 1)
     assert (attic.activity, attic.last_seen_age_s) == ("training hard", 2.0)
-    assert [(link.peer, link.how, link.reason) for link in attic.links] == [("barn", "relayed", "a NAT [2J")]
+    assert [(link.peer, link.kind, link.reason) for link in attic.links] == [("barn", "relayed", "a NAT [2J")]
     found = status.clusters[0]
     assert (found.phase, found.planned_samples_per_s, found.samples_per_s, found.loss) == ("training", 10.0, 8.0, 2.5)
     assert [stage.name for stage in found.stages] == ["barn", "attic"]

@@ -112,7 +112,7 @@ class FakeCoordinator:
         """Admit the next node."""
         session = await asyncio.wait_for(self.sessions.get(), TIMEOUT_S)
         session.hello = await session.receive(Hello)
-        await session.send(Welcome(run="run", beat_s=0.5))
+        await session.send(Welcome(run="run", heartbeat_s=0.5))
         return session
 
     async def _authority(self, request: web.Request) -> web.Response:

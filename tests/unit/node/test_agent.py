@@ -92,7 +92,7 @@ def assignment(coordinator: FakeCoordinator, job: Job, generation: int, file: by
     files = job.assign(1, generation, coordinator.address, {"missing": PeerAddresses()}, file)
     stage, config = Path(files.file).read_bytes(), Path(files.config).read_bytes()
     return msgspec.structs.replace(
-        files.assignment, file=coordinator.add_blob(stage), brief=coordinator.add_blob(config)
+        files.assignment, file=coordinator.add_blob(stage), config=coordinator.add_blob(config)
     )
 
 
@@ -106,9 +106,9 @@ def test_the_life_of_an_agent(members: Members, tmp_path: Path) -> None:
             session = await coordinator.admit()
             assert session.name == "attic"
             assert session.hello is not None
-            assert session.hello.holding == 0
+            assert session.hello.held_generation == 0
             assert session.hello.profile.memory_bytes == 10**9
-            (address, port), *_ = session.hello.where.addresses
+            (address, port), *_ = session.hello.addresses.addresses
             assert (address, config[0].home.port) == ("127.0.0.1", port)
 
             await session.send(DesiredAssignment(assignment(coordinator, job, 1, b"nonsense"), "a test"))
@@ -118,19 +118,19 @@ def test_the_life_of_an_agent(members: Members, tmp_path: Path) -> None:
             await session.send(DesiredAssignment(assignment(coordinator, job, 2), "a test"))
             await session.close()
             again = await coordinator.admit()
-            while again.hello is not None and again.hello.holding != 2:  # it may still have been fetching
+            while again.hello is not None and again.hello.held_generation != 2:  # it may still have been fetching
                 await again.close()
                 again = await coordinator.admit()
             await again.send(DesiredAssignment(assignment(coordinator, job, 2), "as before"))
             os.kill(worker, signal.SIGKILL)
             assert "signal 9" in await failure(again, 2)
             moved = await again.receive(AddressChanged)
-            assert moved.where.addresses[0] == (address, port)
+            assert moved.addresses.addresses[0] == (address, port)
             assert workers() != [worker]
 
             running.agent.leave()
             await again.receive(LeaveRequest)
-            await again.send(Disconnect("it left", again=False))
+            await again.send(Disconnect("it left", may_reconnect=False))
             await asyncio.wait_for(running.task, TIMEOUT_S)
             await again.close()
             return running.lines
@@ -164,7 +164,7 @@ def test_a_node_that_is_disconnected_for_good_ends(members: Members, tmp_path: P
             await session.send(Disconnect("reconnect"))
             await session.close()
             again = await coordinator.admit()
-            await again.send(Disconnect("removed by the test", again=False))
+            await again.send(Disconnect("removed by the test", may_reconnect=False))
             with pytest.raises(DisconnectedByCoordinator, match="removed by the test"):
                 await asyncio.wait_for(running.task, TIMEOUT_S)
             await again.close()

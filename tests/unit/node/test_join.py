@@ -51,8 +51,8 @@ def test_one_node_leaves_by_ctrl_c_and_one_is_disconnected(tmp_path: Path) -> No
             await sessions["attic"].receive_heartbeat()  # its session is established
             attic.send_signal(signal.SIGINT)
             await sessions["attic"].receive(LeaveRequest)
-            await sessions["attic"].send(Disconnect("it left", again=False))
-            await sessions["cellar"].send(Disconnect("it was kicked", again=False))
+            await sessions["attic"].send(Disconnect("it left", may_reconnect=False))
+            await sessions["cellar"].send(Disconnect("it was kicked", may_reconnect=False))
             code, lines = await finish(attic)
             assert code == 0
             assert lines[:3] == [

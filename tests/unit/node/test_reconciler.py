@@ -49,7 +49,7 @@ class Node:
     def assignment(self, generation: int, **changes: Any) -> Assignment:
         assignment = Assignment(
             generation=generation, cluster="c1", stage=0, count=1, file=self.coordinator.add_blob(b"the stage"),
-            brief=self.coordinator.add_blob(b"the config"),
+            config=self.coordinator.add_blob(b"the config"),
         )  # fmt: skip
         return msgspec.structs.replace(assignment, **changes)
 
@@ -128,7 +128,7 @@ def test_another_assignment_replaces_it_and_its_files_are_removed(members: Membe
         ({"file": Blob("../../etc/passwd", 9)}, "not a SHA-256 digest"),
         ({"file": Blob("0" * 64, 2**40)}, "at most"),
         ({"file": Blob("0" * 64, -1)}, "at most"),
-        ({"brief": Blob("0" * 64, 2**30)}, "at most"),
+        ({"config": Blob("0" * 64, 2**30)}, "at most"),
         ({"weights": Blob("0" * 64, 1001)}, "at most 1000"),
     ],
     ids=str,

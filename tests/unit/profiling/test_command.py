@@ -77,7 +77,7 @@ def test_a_table_and_lines_for_the_node_file(profile: Run, tmp_path: Path) -> No
         (["--peer", "a:1", "--serve", ":1"], "not both"),
         (["--serve", ":99999"], "up to 65535"),
         (["--name", "My PC"], "not a valid name"),
-        (["nothing.py"], "there is no file"),
+        (["nothing.py"], "does not exist or is not a file"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from ravnest.errors import RavnestError
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.examples.text import batches, library_text
 from ravnest.run.checkpoint.format import checkpoints_in
-from ravnest.run.checkpoint.writer import bring, is_url, send
+from ravnest.run.checkpoint.writer import fetch_checkpoint, is_url, upload_checkpoint
 
 CONFIG = GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2, dropout=0.0)
 
@@ -56,18 +56,18 @@ def test_a_run_goes_on_from_a_url_bit_for_bit(tmp_path: Path) -> None:
 def test_the_newest_that_is_complete_is_brought(tmp_path: Path) -> None:
     url = (tmp_path / "elsewhere").as_uri()
     for step in (100, 200, 1000000):
-        send(checkpoint(tmp_path / "here", step, f"after {step}"), url, keep=2)
+        upload_checkpoint(checkpoint(tmp_path / "here", step, f"after {step}"), url, keep=2)
     assert sorted(p.name for p in (tmp_path / "elsewhere").iterdir()) == ["step-000200", "step-1000000"]
     (tmp_path / "elsewhere" / "step-1000000" / "manifest.json").unlink()  # its sender was killed
-    assert bring(url, tmp_path / "run").name == "step-000200"
+    assert fetch_checkpoint(url, tmp_path / "run").name == "step-000200"
     assert (tmp_path / "run/checkpoints/step-000200/stage-0.safetensors").read_text() == "after 200"
 
 
 def test_what_cannot_be_reached_is_said(tmp_path: Path) -> None:
     with pytest.raises(RavnestError, match="nosuch"):
-        bring("nosuch://bucket/run", tmp_path)
+        fetch_checkpoint("nosuch://bucket/run", tmp_path)
     with pytest.raises(RavnestError, match="elsewhere"):
-        bring((tmp_path / "elsewhere").as_uri(), tmp_path)
+        fetch_checkpoint((tmp_path / "elsewhere").as_uri(), tmp_path)
     assert is_url("s3://bucket/run")
     assert not is_url("runs/mine")
     assert not is_url(Path("C:/runs"))

@@ -18,7 +18,7 @@ from ravnest.graph.timing import OpSeconds
 from ravnest.pipeline import staleness as corrections
 from ravnest.pipeline.optimizers import SGD, AdamW, Optimizer
 from ravnest.pipeline.staleness import Correction
-from ravnest.profiling.overhead import StageOverhead, measure_upkeep, with_upkeep
+from ravnest.profiling.overhead import StageOverhead, measure_overhead, with_overhead
 from ravnest.run import plan as plan_module
 from ravnest.run.job import Job
 from ravnest.run.plan import Cores, LocalPlanOptions, PipelinePlan, chain_of, expected_rate, plan_local, time_local
@@ -69,7 +69,7 @@ def test_what_parameters_cost_goes_to_who_reads_them_first() -> None:
     assert upkeep.parameters_s(10**9, accumulate=4) == pytest.approx((3 + 5) / 4)
     program = model()
     chain = chain_of(program, measure_costs(program, 4))
-    more = with_upkeep(chain, upkeep, accumulate=1)
+    more = with_overhead(chain, upkeep, accumulate=1)
     assert sum(more.backward_s) - sum(chain.backward_s) == pytest.approx(5e-9 * 4 * program.num_parameters)
     assert more.forward_s == chain.forward_s
 
@@ -81,8 +81,8 @@ def model(width: int = 256) -> Program:
 
 def test_upkeep_is_measured(processor_time: None) -> None:
     program = model(100_000)
-    plain = measure_upkeep(program, SGD(0.1), corrections.none(), delay=0)
-    adam = measure_upkeep(program, AdamW(1e-3), corrections.DEFAULT, delay=1)
+    plain = measure_overhead(program, SGD(0.1), corrections.none(), delay=0)
+    adam = measure_overhead(program, AdamW(1e-3), corrections.DEFAULT, delay=1)
     for found in (plain, adam):
         assert min(found.add_s, found.update_s, found.move_s) > 1e-12
         assert max(found.add_s, found.update_s, found.move_s) < 1e-6, "a byte takes nanoseconds"
@@ -119,7 +119,7 @@ def test_slower_nodes_get_less_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(plan_module, "measure_seconds", given_seconds)
     monkeypatch.setattr(plan_module, "measure_slowdown", lambda *args, budget_s: 1.0)
-    monkeypatch.setattr(plan_module, "measure_upkeep", lambda *args, delay: StageOverhead(1e-10, 5e-10, 1e-10))
+    monkeypatch.setattr(plan_module, "measure_overhead", lambda *args, delay: StageOverhead(1e-10, 5e-10, 1e-10))
     wishes: dict[str, Any] = {"nodes": 2, "batch_size": 8, "accumulate": 4, "cores": Cores(count=2)}
     build = lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # noqa: E731
     program = trace(build, nn.functional.mse_loss, (torch.zeros(8, 256), torch.zeros(8, 256)))

@@ -77,7 +77,7 @@ def dead_address() -> Address:
 def check_linked(one: ConnectedPeer, other: ConnectedPeer) -> None:
     """Both hold the two ends of one connection, of the same type."""
     with one.link, other.link:
-        assert one.how == other.how
+        assert one.kind == other.kind
         for sender, receiver in ((one.link, other.link), (other.link, one.link)):
             sender.send(Note(1), [b"through"], deadline_s=DEADLINE_S)
             assert receive(receiver) == (Note(1), [b"through"])
@@ -91,7 +91,7 @@ def both(left: Future[ConnectedPeer], right: Future[ConnectedPeer]) -> tuple[Con
 def test_both_dial_directly(members: Members, host: str) -> None:
     with endpoints(members, host) as (left, right):
         reached = both(call(left, "right", [right.address]), call(right, "left", [left.address]))
-        assert reached[0].how == "direct"
+        assert reached[0].kind == "direct"
         assert reached[0].link.peer == "right"
         assert reached[1].link.peer == "left"
         assert "dialed" in reached[0].reason
@@ -105,7 +105,7 @@ def test_one_reachable_node_is_enough(members: Members, dialing: str) -> None:
         at_left = call(left, "right", [right.address] if dialing == "left" else [dead_address(), NEVER])
         at_right = call(right, "left", [left.address] if dialing == "right" else [])
         reached = both(at_left, at_right)
-        assert reached[0].how == "direct"
+        assert reached[0].kind == "direct"
         check_linked(*reached)
 
 
@@ -136,7 +136,7 @@ def test_punching_with_observed_addresses_only(members: Members, host: str) -> N
             call(left, "right", dead, observed=right.address, local=near),
             call(right, "left", dead, observed=left.address, local=near),
         )
-        assert reached[0].how == "punched"
+        assert reached[0].kind == "punched"
         assert "to prevent that, forward TCP port" in reached[0].hint
         check_linked(*reached)
 
@@ -152,7 +152,7 @@ def test_the_relay_is_used_when_all_else_fails(members: Members, relay: RelayFix
     with endpoints(members) as (left, right):
         dead = [dead_address(), NEVER]
         reached = both(call(left, "right", dead, relay=info), call(right, "left", dead, relay=info))
-        assert reached[0].how == "relayed"
+        assert reached[0].kind == "relayed"
         assert f"through coordinator at {show(info.address)}" in reached[0].reason
         assert "Connection refused; direct 192.0.2.1:9: " in reached[0].reason
         assert f"forward TCP port {left.address[1]} of your router" in reached[0].hint
@@ -164,7 +164,7 @@ def test_a_direct_connection_is_preferred_to_the_relay(members: Members, relay: 
     with endpoints(members) as (left, right):
         for _ in range(5):
             reached = both(call(left, "right", [right.address], relay=info), call(right, "left", relay=info))
-            assert reached[0].how == "direct"
+            assert reached[0].kind == "direct"
             check_linked(*reached)
 
 
@@ -235,7 +235,7 @@ def play(round_: Round, members: Members, info: RelayInfo) -> ConnectionType:
         }
         reached = both(futures["right"], futures["left"])
         check_linked(*reached)
-        return reached[0].how
+        return reached[0].kind
 
 
 def test_both_ends_agree_in_any_order_of_events(members: Members, relay: RelayFixture) -> None:
@@ -420,11 +420,11 @@ def test_every_candidate_is_listed_once_and_in_order(
     peer = PeerCandidates(name="b", addresses=tuple(known), observed=observed, punch=punch)
     candidates = gather_candidates(peer, LocalCandidates(addresses=tuple(mine)), ConnectorConfig())
     assert len(set(candidates)) == len(candidates)
-    direct = [candidate.address for candidate in candidates if candidate.how == "direct"]
+    direct = [candidate.address for candidate in candidates if candidate.kind == "direct"]
     assert len(direct) == min(16, len({*known, *([observed] if observed else [])}))
     assert set(direct) <= {*known, observed}
     assert [candidate.after_s for candidate in candidates] == sorted(candidate.after_s for candidate in candidates)
-    assert any(candidate.how == "punched" for candidate in candidates) == (punch and observed is not None)
+    assert any(candidate.kind == "punched" for candidate in candidates) == (punch and observed is not None)
 
 
 def test_hints_name_the_port_to_forward() -> None:

@@ -81,7 +81,7 @@ def test_frames_go_in_both_directions(members: Members, node: Identity) -> None:
 
 
 def test_another_member_is_rejected_as_coordinator(members: Members, node: Identity) -> None:
-    with Coordinator(members["mallory"]) as coordinator, pytest.raises(HandshakeError, match="found mallory"):
+    with Coordinator(members["mallory"]) as coordinator, pytest.raises(HandshakeError, match="got mallory"):
         dial(coordinator, node)
 
 

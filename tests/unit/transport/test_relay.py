@@ -310,7 +310,7 @@ def test_garbage_is_rejected(members: Members, data: bytes, message: str) -> Non
         server.open()
         with client(members, server, "ravnest-relay") as sock:
             sock.sendall(data)
-            assert b"refused" in read_all(sock)
+            assert b"rejected" in read_all(sock)
         assert message in server.rejections.get(timeout=DEADLINE_S)
 
 
@@ -319,7 +319,7 @@ def test_a_request_may_arrive_byte_by_byte(members: Members) -> None:
         for byte in encode_message(ObserveAddress()):
             sock.sendall(bytes([byte]))
         answer = msgspec.msgpack.decode(sock.recv(1000)[6:])
-        assert answer == {"type": "seen", "host": "127.0.0.1", "port": sock.getsockname()[1]}
+        assert answer == {"type": "observed", "host": "127.0.0.1", "port": sock.getsockname()[1]}
 
 
 def test_silent_and_plain_text_clients_are_disconnected(members: Members) -> None:

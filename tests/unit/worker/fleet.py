@@ -26,7 +26,7 @@ from ravnest.pipeline.config import StageConfig, TrainerConfig, roles
 from ravnest.pipeline.optimizers import SGD
 from ravnest.pipeline.staleness import none
 from ravnest.pipeline.tensor_codec import as_bytes
-from ravnest.protocol.commands import Reports, StopStage
+from ravnest.protocol.commands import Report, StopStage
 from ravnest.protocol.control import Assignment, Blob, NodeProfile, StageReport
 from ravnest.protocol.peer import Peer, PeerAddresses
 from ravnest.protocol.pipeline import Backward, Data, Forward
@@ -120,7 +120,7 @@ class Worker:
 
     def receive_report(self, kind: type[T]) -> T:
         while True:
-            report: Reports = self.receive(StageReport).report
+            report: Report = self.receive(StageReport).report
             if isinstance(report, kind):
                 return report
             assert type(report).__name__ != "StageFailed", report
@@ -188,10 +188,10 @@ class Job:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "stage").write_bytes(file or dump(self.stages[index]))
         (directory / "config").write_bytes(self.config(index))
-        neighbours = [Peer(name=name, where=where, relay_token="t" * 32) for name, where in peers.items()]
+        neighbours = [Peer(name=name, addresses=where, relay_token="t" * 32) for name, where in peers.items()]
         before, after = (None, neighbours[0]) if index == 0 else (neighbours[0], None)
         assignment = Assignment(
-            generation=generation, cluster="c1", stage=index, count=2, file=Blob("", 0), brief=Blob("", 0),
+            generation=generation, cluster="c1", stage=index, count=2, file=Blob("", 0), config=Blob("", 0),
             before=before, after=after,
         )  # fmt: skip
         return AssignStage(

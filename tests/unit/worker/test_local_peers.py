@@ -56,7 +56,7 @@ def check_messages(left: StreamLink, right: StreamLink) -> None:
 def test_stages_are_linked_over_a_unix_socket(pair: Pair) -> None:
     anna, bert = connect(pair, "stage")
     with anna.link, bert.link:
-        assert (anna.how, bert.how) == ("unix", "unix")
+        assert (anna.kind, bert.kind) == ("unix", "unix")
         assert (anna.link.peer, bert.link.peer) == ("bert", "anna")
         assert anna.hint == ""
         check_messages(anna.link, bert.link)
@@ -68,7 +68,7 @@ def test_rings_are_linked_over_shared_memory_and_a_peer_reads_the_buffer_in_plac
     array = buffer.floats(8)
     anna, bert = connect(pair, RING, buffer)
     with anna.link, bert.link:
-        assert (anna.how, bert.how) == ("memory", "memory")
+        assert (anna.kind, bert.kind) == ("memory", "memory")
         check_messages(anna.link, bert.link)
         array[:] = np.arange(8)  # written after the connection was made
         seen = cast("SharedLink", bert.link).peer_buffer
@@ -85,7 +85,7 @@ def test_a_ring_without_shared_memory_is_linked_over_a_unix_socket(pair: Pair, m
     monkeypatch.setattr("ravnest.worker.resources.is_available", lambda: False)
     anna, bert = connect(pair, RING)
     with anna.link, bert.link:
-        assert anna.how == "unix"
+        assert anna.kind == "unix"
         check_messages(anna.link, bert.link)
 
 

@@ -51,7 +51,7 @@ class Pair:
         self.addresses: list[PeerAddresses] = []
         for worker in self.workers:
             port = worker.receive(EndpointOpened).port
-            self.addresses.append(worker.receive(AddressChanged).where)
+            self.addresses.append(worker.receive(AddressChanged).addresses)
             assert self.addresses[-1].addresses[0][1] == port
         self.generation = 0
 
@@ -83,7 +83,7 @@ def training(pair: Pair) -> Iterator[Pair]:
     pair.link = pair.feeder.accept()
     for worker, other in zip(pair.workers, reversed(pair.workers), strict=True):
         linked = worker.receive_report(LinkReport)
-        assert (linked.peer, linked.how) == (other.name, "direct")
+        assert (linked.peer, linked.kind) == (other.name, "direct")
         worker.receive_report(StageReady)
     yield pair
     for worker in pair.workers:

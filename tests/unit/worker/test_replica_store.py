@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ravnest.protocol.control import MOST_COPIES, ReplicaInfo
+from ravnest.protocol.control import MAX_REPLICAS, ReplicaInfo
 from ravnest.worker.replica_store import ReplicaStore
 
 
@@ -46,8 +46,8 @@ def test_incomplete_files_are_no_replicas(tmp_path: Path) -> None:
 
 def test_the_oldest_are_removed_beyond_the_limit(tmp_path: Path) -> None:
     store = ReplicaStore(tmp_path / "replicas")
-    for number in range(MOST_COPIES + 2):
+    for number in range(MAX_REPLICAS + 2):
         put(store, ReplicaInfo(f"c{number}", 0, 5), float(number))
-    assert store.replicas() == tuple(ReplicaInfo(f"c{number}", 0, 5) for number in range(2, MOST_COPIES + 2))
+    assert store.replicas() == tuple(ReplicaInfo(f"c{number}", 0, 5) for number in range(2, MAX_REPLICAS + 2))
     store.clear()
     assert store.replicas() == ()

@@ -22,7 +22,7 @@ from ravnest.transport.address import check_address
 from ravnest.worker.remote_peers import choose_addresses, is_loopback
 from tests.unit.core.manual_clock import ManualClock
 
-ASSIGNMENT = Assignment(generation=2, cluster="c1", stage=1, count=3, file=Blob("", 0), brief=Blob("", 0))
+ASSIGNMENT = Assignment(generation=2, cluster="c1", stage=1, count=3, file=Blob("", 0), config=Blob("", 0))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 20))
@@ -126,7 +126,7 @@ def test_an_outbox_keeps_the_newest_in_order(numbers: list[int], capacity: int) 
             assert await outbox.first() is first  # until it is dropped
             outbox.drop(first)
             assert isinstance(first, Heartbeat)
-            sent.append(first.doing)
+            sent.append(first.activity)
         return sent
 
     assert asyncio.run(drain()) == [str(number) for number in numbers][-capacity:]

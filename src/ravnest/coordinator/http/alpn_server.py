@@ -4,10 +4,9 @@ A connection counts from its first moment, before TLS, so that connections that 
 in total, per network address, and during the handshake, where the oldest one is rejected for a new one. Addresses of
 one IPv6 /64 count as one, since a network has 2**64 of them.
 
-Protocols behind the TLS server: HTTP with a timeout for the first request, and a check for members.
-
-Malformed requests that aiohttp would log are recorded as rejections, and internal errors as notes, so that neither is
-written to the requester's terminal.
+Behind TLS, `members_only` rejects clients without a certificate of a member, and `HttpProtocol` serves HTTP with a
+timeout for the first request. Malformed requests that aiohttp would log are recorded as rejections, and internal errors
+as notes, so that neither is written to the requester's terminal.
 """
 
 from __future__ import annotations
@@ -238,6 +237,8 @@ class _Connection(asyncio.Protocol):
             self._timer = None
 
 
+# Protocols behind TLS.
+
 _KEEPALIVE_S = 30.0
 _CLOSE_S = 2.0  # for responses in progress
 
@@ -272,7 +273,7 @@ class ForwardingProtocol(asyncio.Protocol):
 
 
 RejectionReason: TypeAlias = Callable[[str], str | None]
-"""Why a node with a certificate of this name is rejected; None if it is a member."""
+"""Maps the name in a certificate to the reason why the node is rejected; None if it is a member."""
 
 
 def members_only(
@@ -326,7 +327,7 @@ class HttpProtocol:
         await self._runner.cleanup()
 
     def __call__(self) -> asyncio.Protocol:
-        assert self._runner.server is not None, "it is open"
+        assert self._runner.server is not None, "called between open and close"
         connection = _HttpConnection(self, self._runner.server())
         self._pending[connection.inner] = connection
         return connection

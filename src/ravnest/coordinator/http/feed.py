@@ -45,14 +45,14 @@ class FeedHandler(Protocol):
     def acknowledged(self, microbatch: int) -> None: ...
 
     def room(self) -> None:
-        """The connection has room again."""
+        """Handle free space in the send buffer of the connection."""
 
     def detached(self, connection: FeedConnection, reason: str, *, is_fault: bool) -> None:
-        """The connection ended; `is_fault`: because of an invalid message."""
+        """Handle the end of the connection; `is_fault`: because of an invalid message."""
 
 
 class FeedConnection(Protocol):
-    """The connection to a first stage. Once it is closed, it calls its handler no more."""
+    """The connection to a first stage. Once it is closed, it no longer calls its handler."""
 
     @property
     def has_room(self) -> bool: ...
@@ -129,7 +129,7 @@ class FeedProtocol(asyncio.Protocol):
         self._transport.close()
 
     def _read_hello(self) -> tuple[str, Introduction] | None:
-        """Return the name of the first stage's node and its introduction, once both are there."""
+        """Return the name of the first stage's node and its introduction, once both have arrived."""
         if is_local(self._transport):
             if len(self._received) < HELLO_BYTES:
                 return None
@@ -140,7 +140,7 @@ class FeedProtocol(asyncio.Protocol):
             return None
         name = name_of(self._transport)
         if name is None:
-            raise HandshakeError("it has no certificate of this coordinator")
+            raise HandshakeError("the client has no certificate of this coordinator")
         introduction = decode_introduction(bytes(self._received[:INTRODUCTION_BYTES]))
         del self._received[:INTRODUCTION_BYTES]
         return name, introduction

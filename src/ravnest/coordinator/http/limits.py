@@ -1,6 +1,6 @@
-"""Timeouts of the coordinator's server.
+"""Limits of the coordinator's server: timeouts, and the rate at which rejected connections are logged.
 
-Aggregates rejected connections into rate-limited events, so that clients cannot flood the log.
+Rejections are aggregated into one event per address and reason, so that clients cannot flood the log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["HttpTimeouts", "RejectionLog"]
 
 @config
 class HttpTimeouts:
-    """In seconds. `body_s` applies to each chunk of a body, not to the whole."""
+    """Timeouts in seconds. `body_s` applies to each chunk of a body, not to the whole."""
 
     request_s: float = 20.0  # first request after the handshake
     hello_s: float = 15.0  # first message of a node's session or feed
@@ -38,7 +38,10 @@ _MAX_KINDS = 8  # of address and reason, between two events
 
 
 class RejectionLog:
-    """Runs in an asyncio loop; calls `record` with an event per address and reason, at most every `every_s`."""
+    """Aggregates rejections; calls `record` with an event per address and reason, at most every `every_s`.
+
+    Runs in an asyncio loop.
+    """
 
     def __init__(
         self, record: Callable[[ConnectionRejected], None], now_s: Callable[[], float], every_s: float

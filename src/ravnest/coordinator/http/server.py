@@ -10,9 +10,8 @@
     GET  /v1/status                      status of the run, as JSON                           token, member, requester
     POST /v1/kick, /v1/tickets           remove a node, issue a ticket                        requester
 
-A rejected request gets the reason as JSON.
-
-Streams HTTP bodies in chunks, with a timeout per chunk.
+A rejected request gets the reason as JSON. Bodies are streamed in chunks, with a timeout per chunk, so that a stalled
+client occupies one chunk for a limited time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ravnest.coordinator.context import STATE_FACTOR
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.events import NodeEnrolled
 from ravnest.coordinator.http.limits import HttpTimeouts
-from ravnest.coordinator.http.session import converse
+from ravnest.coordinator.http.session import run_session
 from ravnest.coordinator.policy.membership import choose_name, token_rejection
 from ravnest.coordinator.status import RunStatus
 from ravnest.core.config import require
@@ -51,6 +50,9 @@ __all__ = ["make_app"]
 T = TypeVar("T")
 
 CHUNK_BYTES = 64 * 1024
+
+
+# Bodies.
 
 
 async def read_json(request: web.Request, kind: type[T], *, timeout_s: float) -> T:
@@ -98,10 +100,12 @@ async def sending(request: web.Request, *, timeout_s: float) -> AsyncIterator[No
         raise
 
 
+# Requests.
+
 _MAX_BODY_BYTES = 64 * 1024
 _CHUNK = bytes(CHUNK_BYTES)
 _REASONS = {int(HTTPStatus.REQUEST_ENTITY_TOO_LARGE): f"the request is larger than {_MAX_BODY_BYTES} bytes"}
-_MAX_MEASUREMENTS = 4  # of lines, at once
+_MAX_MEASUREMENTS = 4  # of bandwidth, at once
 
 
 class ServerContext(Protocol):
@@ -211,13 +215,13 @@ class _Handlers:
 
     async def control(self, request: web.Request) -> web.StreamResponse:
         name, address = self._member(request), address_of(request.transport)
-        return await converse(request, name, address, self._coordinator, self._timeouts)
+        return await run_session(request, name, address, self._coordinator, self._timeouts)
 
     async def blob(self, request: web.Request) -> web.StreamResponse:
         self._member(request)
         found = self._coordinator.blobs.get(request.match_info["digest"])
         if found is None:
-            raise HttpRejection("no such file: it belongs to an earlier plan", 404)
+            raise HttpRejection("no such file: it may belong to an earlier plan", 404)
         if isinstance(found, Path) and is_local(request.transport):
             return web.Response(headers={FILE_HEADER: str(found)})
         with found.open("rb") if isinstance(found, Path) else BytesIO(found) as file:

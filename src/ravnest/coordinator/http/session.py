@@ -17,7 +17,7 @@ from ravnest.coordinator.http.limits import HttpTimeouts
 from ravnest.errors import FrameError, LinkClosed
 from ravnest.protocol.control import MAX_MESSAGE_BYTES, Disconnect, FromCoordinator, FromNode, Hello
 
-__all__ = ["Session", "converse"]
+__all__ = ["Session", "run_session"]
 
 _MAX_QUEUED = 64
 
@@ -32,12 +32,12 @@ class SessionHandler(Protocol):
 
     def handle_hello(self, session: Session, hello: Hello) -> None: ...
 
-    def handle_message(self, session: Session, said: FromNode) -> None: ...
+    def handle_message(self, session: Session, message: FromNode) -> None: ...
 
     def handle_disconnect(self, session: Session, reason: str) -> None: ...
 
     def log_rejection(self, address: str, reason: str) -> None:
-        """A connection ended before its hello."""
+        """Log a connection that ended before its hello."""
 
 
 class Session:
@@ -58,17 +58,17 @@ class Session:
     def is_open(self) -> bool:
         return self._end_reason is None
 
-    def tell(self, message: FromCoordinator) -> None:
+    def send(self, message: FromCoordinator) -> None:
         """Queue a message; a full queue disconnects the node."""
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
-            self.end(f"it did not read {_MAX_QUEUED} messages")
+            self.end(f"the queue is full: the node has not received {_MAX_QUEUED} messages")
 
-    def dismiss(self, reason: str, *, again: bool) -> None:
+    def disconnect(self, reason: str, *, may_reconnect: bool) -> None:
         """Send a `Disconnect` and close after it; further messages of the node are ignored."""
         if self.is_open:
-            self.tell(Disconnect(reason, again))
+            self.send(Disconnect(reason, may_reconnect))
             self._end_reason = self._end_reason or reason
 
     def end(self, reason: str) -> None:
@@ -88,7 +88,7 @@ class Session:
                     await self._socket.close()
                     return
         except (ConnectionError, TimeoutError, RuntimeError) as error:
-            self.end(f"cannot send to it: {error or 'timed out'}")
+            self.end(f"cannot send to the node: {error or 'timed out'}")
 
     def allow_silence(self, silence_s: float) -> None:
         """Set the liveness timeout."""
@@ -104,10 +104,10 @@ class Session:
         else:
             self.end(f"no message for {self._silence_s:g} s")
 
-    def unwatch(self) -> None:
+    def stop_liveness_timer(self) -> None:
         self._liveness_timer.cancel()
 
-    async def hear(self) -> FromNode:
+    async def receive(self) -> FromNode:
         """Receive a message; raises `FrameError` for an invalid one, `LinkClosed` at the end."""
         message = await self._socket.receive()
         self._received_s = self._loop.time()
@@ -125,7 +125,7 @@ class Session:
         raise FrameError("expected MessagePack, got text")
 
 
-async def converse(
+async def run_session(
     request: web.Request, name: str, address: str, handler: SessionHandler, timeouts: HttpTimeouts
 ) -> web.WebSocketResponse:
     """Run the session of a node, from its hello to its end."""
@@ -135,36 +135,36 @@ async def converse(
     sending = asyncio.create_task(session.send_all())
     has_arrived, reason = False, "the connection ended"
     try:
-        hello = await session.hear()
+        hello = await session.receive()
         if not isinstance(hello, Hello):
             raise FrameError("expected a hello as the first message")
         handler.handle_hello(session, hello)
         has_arrived = True
         session.allow_silence(3 * handler.heartbeat_s)
         while True:
-            handler.handle_message(session, await session.hear())
+            handler.handle_message(session, await session.receive())
     except LinkClosed as error:
         reason = str(error)
     except (FrameError, ValueError) as error:  # invalid message: the node gets the reason
         reason = str(error)
-        session.dismiss(reason, again=True)
+        session.disconnect(reason, may_reconnect=True)
     finally:
-        session.unwatch()
+        session.stop_liveness_timer()
         if has_arrived:
             handler.handle_disconnect(session, reason)
         else:
             handler.log_rejection(f"{name} at {address}", reason)
-        await _close(socket, sending, has_goodbye=not session.is_open, within_s=timeouts.goodbye_s)
+        await _close(socket, sending, has_disconnect=not session.is_open, within_s=timeouts.goodbye_s)
     return socket
 
 
 async def _close(
-    socket: web.WebSocketResponse, sending: asyncio.Task[None], *, has_goodbye: bool, within_s: float
+    socket: web.WebSocketResponse, sending: asyncio.Task[None], *, has_disconnect: bool, within_s: float
 ) -> None:
     """Close the socket, after a queued `Disconnect` if there is one."""
     with contextlib.suppress(ConnectionError, TimeoutError, RuntimeError, asyncio.CancelledError):
         async with asyncio.timeout(within_s):
-            if has_goodbye:
+            if has_disconnect:
                 await asyncio.wait([sending])
             await socket.close()
     sending.cancel()

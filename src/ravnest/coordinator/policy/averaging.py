@@ -37,12 +37,12 @@ _ATTEMPT_GRACES = 10  # an attempt may take this many times `grace_s`
 
 @config
 class AveragingPolicy:
-    """When clusters average, and how.
+    """Conditions, encoding and outer optimizer of averages.
 
     Args:
         average_every: Samples that a cluster trains between two rounds, on average over the clusters; 0: never.
         grace_s: Seconds to wait for a cluster to start before it is left out of the attempt.
-        codec: Encoding of averages on the wire: fp32, bf16, int8, or auto (see `planner.compression`).
+        codec: Encoding of averages on the wire: fp32, bf16, int8, or auto (see `planner.rings.choose_codec`).
         outer: Outer optimizer applied to an average: plain or nesterov.
     """
 

@@ -1,4 +1,4 @@
-"""Flow control of a cluster's feed: which message goes to the first stage next. A state machine without clock or I/O.
+"""Flow control of a cluster's feed: the next message to the first stage. A state machine without clock or I/O.
 
 A lease is a batch, and a batch is one step of `accumulate` microbatches. At most `max_in_flight` microbatches are sent
 and not acknowledged: those the first stage holds in flight, two on the connection, and those computed during one round
@@ -90,7 +90,7 @@ class FeedController:
             self._queue.extend(messages)
 
     def release_evaluations(self) -> None:
-        """Queue evaluations that wait for batches which will not come."""
+        """Queue evaluations that wait for further batches: there will be none."""
         while self._evaluations:
             self._queue.extend(self._evaluations.popleft()[1])
 

@@ -9,9 +9,8 @@
     replan           node turns out to be different
 
 The caller carries a decision out and records events, which make the decision disappear; until then it is repeated.
-Without an event, decisions do not change before `next_decision_s`.
-
-Also checks tokens and chooses the names of nodes that enroll.
+Without an event, decisions do not change before `next_decision_s`. `token_rejection` and `choose_name` decide about
+nodes that enroll.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ __all__ = [
 
 _MAX_NAME_LENGTH = 63
 _MISSED_HEARTBEATS = 3
-_RECONNECT_S = 3.0  # without another connection, when all clusters failed at once
-_LEAVE_TIMEOUT_S = 60.0  # that a leaving node is kept for others to fetch its state
+_RECONNECT_S = 3.0  # without a new connection before a plan, if all clusters failed at once
+_LEAVE_TIMEOUT_S = 60.0  # for others to fetch the state of a leaving node
 _MAX_REPLANNED = 4  # clusters considered together for a better plan
 
 
@@ -88,7 +87,7 @@ def _bytes(token: str) -> bytes:
 
 @config
 class MembershipPolicy:
-    """When nodes are lost and clusters are planned.
+    """Conditions under which nodes are lost and clusters are planned.
 
     Args:
         min_nodes: Nodes needed to start training.
@@ -97,7 +96,7 @@ class MembershipPolicy:
         max_settle_factor: A plan waits at most this many times `settle_s`.
         heartbeat_s: Seconds between two heartbeats of a node.
         forming_timeout_s: Seconds for all members of a new cluster to be ready, besides the transfer of state.
-        quarantine_s: Seconds for which a node whose stage failed is left out of plans.
+        quarantine_s: Seconds for which a node whose stage failed is not planned.
         replan_interval_s: Seconds between a change of plan and the search for a better one.
         num_spares: Nodes to keep free as spares.
     """
@@ -135,7 +134,7 @@ class LoseNode:
 
 @dataclass(frozen=True)
 class ReleaseNode:
-    """Let a node go that wants to leave."""
+    """Release a node that wants to leave."""
 
     name: str
     reason: str
@@ -262,7 +261,7 @@ def _plan(
 def _replan(
     state: CoordinatorState, now_s: float, policy: MembershipPolicy, silent: Collection[str]
 ) -> ConsiderReplan | None:
-    """Not while a cluster is forming or about to form, and not often: each change interrupts a cluster."""
+    """A replan, if one is due and no cluster is forming or about to form: each change interrupts a cluster."""
     free = _free(state, now_s, policy, silent)
     if not state.run or state.end_reason is not None or now_s < _replan_due_s(state, free, policy):
         return None
@@ -304,7 +303,7 @@ def _free(state: CoordinatorState, now_s: float, policy: MembershipPolicy, silen
 
 
 def _plan_due(state: CoordinatorState, free: list[str], policy: MembershipPolicy) -> tuple[float, str] | None:
-    """When to plan these free nodes, and why; None: not at all.
+    """The time at which to plan these free nodes, and the reason; None: not at all.
 
     `min_nodes` applies only until a first cluster has trained.
     """
@@ -317,7 +316,9 @@ def _plan_due(state: CoordinatorState, free: list[str], policy: MembershipPolicy
     failed = [cluster for cluster in state.failed_clusters if _members(state, cluster) & set(unplanned)]
     if failed:
         soon_s = max((since_s[needed - 1], *_release_times_s(state)))
-        if len(failed) > 1 and not any(state.live_clusters()):  # our network failed or we restarted: all reconnect
+        if len(failed) > 1 and not any(
+            state.live_clusters()
+        ):  # the coordinator was offline or restarted: all nodes reconnect
             wait_s = min(policy.settle_s, _RECONNECT_S)
             soon_s = max(soon_s, min(_settled_s(state, free, wait_s), soon_s + policy.max_settle_factor * wait_s))
         return soon_s, f"cluster {' and '.join(failed)} failed"

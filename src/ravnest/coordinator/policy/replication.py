@@ -1,9 +1,9 @@
 """Decides which nodes replicate which stages, and from which replicas a new cluster is restored. Pure.
 
     a spare      holds a replica of the least reliable member of a cluster, so that it can replace it at once; a node
-                 that has just become free is not a spare yet
+                 that has only just become free does not count as a spare
     a neighbour  the next `replicas` members of the same cluster hold one; if `replicas` is None, one of them does while
-                 no other cluster has the same parameters, unless a cluster has just ended and may be back soon
+                 no other cluster has the same parameters, unless a cluster has just ended and may be replaced soon
 
 A replica is refreshed every `interval_s`, or every twenty times its transfer time if that is longer, so that
 replication takes little of a connection. A node sends one replica at a time, and receives one.
@@ -35,7 +35,7 @@ _SAME_AGE_S = 2.0  # replicas whose age differs by less are equal: the faster up
 
 @config
 class ReplicationPolicy:
-    """How stages are replicated.
+    """Number and refresh interval of replicas.
 
     Args:
         replicas: Replicas of each stage on other members of its cluster; None: one while there is a single cluster.

@@ -1,4 +1,4 @@
-"""Estimates how fast nodes really compute, compared with what they measured when they joined. Pure.
+"""Estimates the real speed of nodes, relative to the speed that they measured when they joined. Pure.
 
     share_i = seconds per microbatch at the speed that node i measured / seconds that its stage took
     fleet   = median(share)                                              speed_i = share_i / fleet
@@ -85,7 +85,7 @@ class StragglerDetector:
 
     def add_report(self, name: str, metrics: StageMetrics, expected_s: float, now_s: float) -> None:
         start = self._start.get(name)
-        if start is None or start[1].microbatches > metrics.microbatches:  # it runs another stage now
+        if start is None or start[1].microbatches > metrics.microbatches:  # the node runs another stage now
             self._start[name] = now_s, metrics
         self._latest[name] = metrics, expected_s
 

@@ -1,1 +1,1 @@
-"""Group machines into clusters."""
+"""Groups the machines of a fleet into clusters."""

@@ -1,4 +1,4 @@
-"""Estimates the rate of a row of machines in microseconds, for a search that needs it very often.
+"""Estimates the rate of a row of machines in microseconds, and finds the best order of a row.
 
 To decide whether an interval T is possible, go from the last stage to the first and let every stage start as early as
 it may:
@@ -11,10 +11,9 @@ less to the others and hinders none, so with equal speeds this is exact, and oth
 cheaper, and a trip shorter with more on a fast machine. The interval it returns is always possible. Plans are made by
 `partition`, which is exact.
 
-Orders the machines of a row: all orders of a few, otherwise insertion and then small changes.
-
-The order matters because the ends of a row use one link and the others two, because stages near the first keep more
-microbatches in flight, and because neighbours may be near or far. A row and its reverse differ.
+The order of a row matters because the ends of a row use one link and the others two, because stages near the first keep
+more microbatches in flight, and because neighbours may be near or far. A row and its reverse differ. `best_order` tries
+all orders of a few machines; more are inserted one by one, and then improved by small changes.
 """
 
 from __future__ import annotations
@@ -254,6 +253,8 @@ class _FitTable:
             known = self._known[depth] = starts, None if falling else table
         return known
 
+
+# The order of a row.
 
 _ALL_ORDERS = 4  # the most machines of which all orders are tried
 _LONG = 8

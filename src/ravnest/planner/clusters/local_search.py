@@ -9,9 +9,8 @@ At first a change that loses a little is sometimes kept too (simulated annealing
 examines only the two rows it touches; most are rejected at once by bounds on speeds and lines. Half of the partners are
 drawn from rows of about the same rate, since similar machines belong together.
 
-Finds the best grouping of a few machines: every subset is a possible row.
-
-With R(S) the microbatches per second of the best order of set S, the best grouping of set A is
+Regrouping is exact (`best_grouping`), because every subset of a few machines can be tried as a row. With R(S) the
+microbatches per second of the best order of set S, the best grouping of set A is
 
     best(A) = max over S within A that contain A's first machine of  R(S) + best(A - S),   or best(A - first)
 
@@ -138,6 +137,8 @@ class Grouping:
             for m in row:
                 self.row_of[m] = number
 
+
+# The search.
 
 _REGROUPED = 6  # machines at most
 _REGROUPED_ALL_ORDERS = 3

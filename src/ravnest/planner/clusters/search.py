@@ -4,21 +4,18 @@
 
 All groupings of a few machines are compared; with more, an initial grouping is improved by local search. The search
 uses `RateEstimator`, which is fast; its clusters are then cut by `partition`, which is exact. Machines of different
-rows change places where that lowers latency and costs nothing, so that fewer microbatches are in flight. A machine
-that helps no cluster is a spare if it could hold some member's stage, and otherwise left out.
+rows change places where that lowers latency and costs nothing, so that fewer microbatches are in flight.
 
-Builds initial clusters for the search: machines one after another, a row closed as soon as the model fits well.
+**Initial grouping.** Machines are added to a row one after another, and the row is closed as soon as the model fits
+well. Machines that follow one another end up together, so their order decides which property a row shares: lines,
+regions or speeds. The best property is not known beforehand, so all are tried.
 
-Machines that follow one another end up together, so their order decides what a row has in common: lines, regions,
-speeds. Which of these matters is not known beforehand, so all are tried.
+**Spares.** Without machine m its row does R(row - m), or nothing if the model no longer fits or too few machines are
+left; then the others of the row are free as well. The machine with the least loss is held back first, and so on, until
+there are enough spares.
 
-Holds back spares, and explains machines without a stage.
-
-A spare is a machine whose absence costs least. Without machine m its row does R(row - m), or nothing if the model no
-longer fits or too few are left; then the others of the row are free as well. The machine with the least loss is held
-back first, and so on, until there are enough.
-
-Other machines are idle for too little memory, a line that would slow the others, or no gain.
+**Idle machines.** A machine that helps no cluster is a spare if it could hold some member's stage, and otherwise left
+out: for too little memory, for a line that would slow the others, or because it gains nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +47,9 @@ from ravnest.planner.problem import DoesNotFit, PlanError, Problem
 from ravnest.planner.reasons import explain_clusters, explain_idle_machine, explain_row, format_rate
 
 __all__ = ["search_groupings", "form_clusters"]
+
+
+# Spares and idle machines.
 
 
 class _Loss(NamedTuple):
@@ -194,10 +194,12 @@ def _compare(estimator: RateEstimator, m: int, before: float, after: float, row:
     )
 
 
+# The initial grouping.
+
 _GOOD_FRACTION = 0.8  # of the bound of its machines; below that a row takes more of them
-_SHORT, _SEVERAL = 8, 3  # rows of up to 8 machines are never too long; longer ones up to 3 times what is needed
+_SHORT, _SEVERAL = 8, 3  # rows of up to 8 machines are never too long; longer ones up to 3 times the length needed
 _MAX_EXTRA = 2  # machines beyond those that a row needs
-_MAX_ORDERED = 3  # machines of a row whose order is optimized here; longer ones are by the search
+_MAX_ORDERED = 3  # machines of a row whose order is optimized here; the search orders longer ones
 _MAX_TRIES = 6  # rows that an unused machine is tried in
 
 
@@ -244,7 +246,7 @@ def _rows(estimator: RateEstimator, machines: Sequence[int], min_stages: int, we
 
 
 def _longest(estimator: RateEstimator, min_stages: int) -> int:
-    """The longest row: several times what machines of median memory need; the smallest machines drop out."""
+    """The longest row: several times the length with machines of median memory; the smallest machines drop out."""
     typical = median(machine.memory_bytes for machine in estimator.machines)
     return min(estimator.cut_points.end, max(_SHORT, min_stages, ceil(_SEVERAL * estimator.whole_bytes / typical)))
 
@@ -290,6 +292,8 @@ def reduce_latency(grouping: Grouping, rng: Random) -> None:
         if all(estimator.reaches(row, rate * EQUAL) for row, rate in zip(changed, rates, strict=True)):
             grouping.replace([a, b], changed)
 
+
+# The search.
 
 _ALL_GROUPINGS = 6  # the most machines of which all groupings are compared
 _MAX_ROW = 64  # machines of the row that is tried if no other fits

@@ -8,7 +8,7 @@ more leaves in every interval of the bottleneck. To fill the trip, and no more (
 
 A line that a node shares between its neighbours carries several messages at once, so that each may take as long as the
 line needs for all: forward over link j = max(its own seconds, up_j, down_{j+1}), and backward likewise. No message has
-to wait that long, which is why the rate below counts its own seconds alone.
+to wait that long, so the rate below counts its own seconds alone.
 
 With N equal stages and fast links that is N - j + 1 for j = 1..N. The last stage turns round at once: 1. `slack`
 covers variations of all times; only the last stage has none. With fewer in flight (`max_depth`, or too little memory),

@@ -1,4 +1,4 @@
-"""Decides which stages fit on a node; if none do, computes the missing memory and what would fit instead.
+"""Decides which stages fit on a node; if none do, computes the missing memory and changes with which they would fit.
 
 Of a stage's memory only its link buffers, and its inputs if it recomputes, depend on where exactly it is cut; the rest
 only grows with the stage. So the rest is cached apart:
@@ -88,7 +88,7 @@ class FitChecker:
 
 
 def missing_bytes(problem: Problem) -> float:
-    """About how much more memory every node needs, for the given depths or one microbatch in flight.
+    """Approximate memory that every node needs in addition, for the given depths or one microbatch in flight.
 
     0 or less: the model fits.
     """

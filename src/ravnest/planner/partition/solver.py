@@ -1,10 +1,8 @@
 """Cuts a program for nodes in a given order, and chooses how many microbatches each has in flight.
 
 One microbatch in flight per stage needs the least memory, so the best bottleneck with that (`best_cuts`) is a lower
-bound. If its stages have memory for the depths that leave no bubble, that is the answer. Otherwise other cuts may be as
-good and have it; and if there are none, cuts and depths are searched together (`fill_pipeline`).
-
-Chooses cuts: for given depths, or cuts and depths together where memory or a limit on depth leaves a bubble.
+bound. If its stages have memory for the depths that leave no bubble, that is the answer. Otherwise other cuts may be
+equally good and have the memory; if there are none, cuts and depths are searched together (`fill_pipeline`).
 
 **Stage times.** A node in the middle sends the activations of the cut behind its stage and the gradients of the cut
 before it over one line:
@@ -24,13 +22,13 @@ A last pass keeps to stages, lines and links within the best bottleneck, and of 
 then the least sum of squared stage seconds (the best balance). Both sums split at every cut, so this is exact. Where a
 line is the bottleneck, stages may take as long as the line without making it worse; but stage times are estimates, so a
 pass between the two finds the least time of the slowest stage, and none may take a tenth more. Since compute grows as i
-falls, a pass goes through the predecessors of a cut point from the nearest on, while that can help.
+falls, a pass visits the predecessors of a cut point from the nearest on, while that can help.
 
-**Limited depths** (`fill_pipeline`). A microbatch can be done every T seconds if every stage, line and link takes at
-most T, and every stage has as many in flight as fill its trip: depth_j = ceil(trip_j / T), within memory and
-`max_depth`. A trip is a sum over later stages, and a shorter one needs no more memory, here or before. So of all ways
-from cut point i to the end only the shortest trip counts, and one pass from the last stage to the first decides whether
-T is possible:
+**Limited depths** (`fill_pipeline`), where memory or a limit on depth leaves a bubble. A microbatch can be done every T
+seconds if every stage, line and link takes at most T, and every stage has as many in flight as fill its trip:
+depth_j = ceil(trip_j / T), within memory and `max_depth`. A trip is a sum over later stages, and a shorter one needs no
+more memory, here or before. So of all ways from cut point i to the end only the shortest trip counts, and one pass from
+the last stage to the first decides whether T is possible:
 
     V_j(i) = min over k of  t_j(i, k) + round trip over link j at k + V_{j+1}(k)     of those allowed at T
 
@@ -112,6 +110,7 @@ class StageTimes:
 
 
 _MAX_SLOWER = 1.1  # times the least possible seconds of the slowest stage
+_ROUNDING = 1e-9  # sums of seconds in another order differ by less: they are equal
 
 
 def best_cuts(times: StageTimes, in_flight: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -124,14 +123,14 @@ def best_cuts(times: StageTimes, in_flight: tuple[int, ...]) -> tuple[int, ...] 
     best = bottlenecks[-1][times.cut_points.end]
     if best == inf:
         return None
-    cap = best * (1 + times.problem.tolerance)
+    cap = best * (1 + max(times.problem.tolerance, _ROUNDING))
     least_s = times.upto_s[-1] / sum(node.speed for node in times.problem.nodes)
     cuts = _cheapest(times, fits_by_node, bottlenecks, cap, cap)
     slowest_s = max(times.stage_seconds(j, i, k) for j, (i, k) in enumerate(times.stage_ranges(cuts)))
     if slowest_s <= _MAX_SLOWER * least_s:
         return cuts
     compute = _bottlenecks(times, fits_by_node, cap)[-1][times.cut_points.end]
-    return _cheapest(times, fits_by_node, bottlenecks, cap, min(cap, _MAX_SLOWER * compute))
+    return _cheapest(times, fits_by_node, bottlenecks, cap, min(cap, _MAX_SLOWER * compute * (1 + _ROUNDING)))
 
 
 def _bottlenecks(times: StageTimes, fits_by_node: list[FitChecker], cap: float = inf) -> list[list[float]]:

@@ -1,8 +1,8 @@
-"""A run's weights for use elsewhere: one file with the model's own names, or a folder for `from_pretrained`.
+"""Exports the weights of a run: one file with the model's own names, or a directory for `from_pretrained`.
 
-The weights are those of the final model or of the newest checkpoint, whichever has seen more steps. A file has every
-name of the model's state dict, tied ones too. A folder has the model's configuration besides, for which the job's own
-file is run: on this machine, as for training.
+The weights are those of the final model or of the newest checkpoint, whichever has more steps. A file has every name of
+the model's state dict, including tied ones. A directory also has the model's configuration; the job file is run for it,
+on this machine, as for training.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _MODEL = "model.safetensors"
 
 @dataclass(frozen=True)
 class _Source:
-    """Where each tensor is: names of the model -> (file, name in it)."""
+    """The place of each tensor: name in the model -> (file, name in the file)."""
 
-    what: str
+    description: str
     step: int
     places: Mapping[str, tuple[Path, str]]
 
 
 def export(run: Path | str, to: str, job: Path | None = None) -> str:
-    """Write the weights of a run; what was written, in words."""
+    """Write the weights of a run; return a message that describes the result."""
     source, target = _newest(Path(run)), Path(to)
     if target.suffix == ".safetensors":
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,22 +49,22 @@ def export(run: Path | str, to: str, job: Path | None = None) -> str:
         target.mkdir(parents=True, exist_ok=True)
         _write(source, target / _MODEL)
         _write_config(model, target)
-    return f"{source.what}, {len(source.places)} tensors after {source.step} steps, is in {target}"
+    return f"wrote {source.description}, {len(source.places)} tensors after {source.step} steps, to {target}"
 
 
 def _newest(run: Path) -> _Source:
-    """The final model or the newest checkpoint; refused if there is neither."""
-    found: list[_Source] = []
+    """Return the final model or the newest checkpoint; raises `WeightsError` if there is neither."""
+    sources: list[_Source] = []
     if (run / _MODEL).exists():
-        found.append(_from_model(run / _MODEL))
+        sources.append(_from_model(run / _MODEL))
     reason = ""
     try:
-        found.append(_from_checkpoint(choose(run).checkpoint))
+        sources.append(_from_checkpoint(choose(run).checkpoint))
     except WeightsError as error:
         reason = str(error)
-    if not found:
-        raise WeightsError(f"there is nothing to export: no {_MODEL}, and {reason}")
-    return max(found, key=lambda source: source.step)
+    if not sources:
+        raise WeightsError(f"nothing to export: {run} has no {_MODEL}, and {reason}")
+    return max(sources, key=lambda source: source.step)
 
 
 def _from_model(path: Path) -> _Source:
@@ -82,13 +82,13 @@ def _from_checkpoint(checkpoint: Checkpoint) -> _Source:
     kept = {name: name for name in manifest.names} | manifest.ties
     missing = [name for name in kept.values() if f"weights/{name}" not in where]
     if missing:
-        raise WeightsError(f"{checkpoint.folder} has no weights of {missing[0]}")
+        raise WeightsError(f"{checkpoint.folder} lacks the weights of {missing[0]}")
     places = {name: (where[f"weights/{at}"], f"weights/{at}") for name, at in kept.items()}
     return _Source(f"the checkpoint {checkpoint.folder.name}", checkpoint.step, places)
 
 
 def _write(source: _Source, path: Path) -> None:
-    """A tensor at a time. The format is how `transformers` knows that it is a file of torch's."""
+    """Write a file, one tensor at a time; `transformers` needs the format in its metadata."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, WeightsFile] = {
             place: stack.enter_context(open_weights(place)) for place in {place for place, _ in source.places.values()}
@@ -100,13 +100,13 @@ def _write(source: _Source, path: Path) -> None:
 
 
 def _model(run: Path, job: Path | None) -> nn.Module:
-    """The job's model, without memory for its weights."""
+    """Return the job's model; a model that is built by a function gets no memory for its weights."""
     known = run / "job.txt"
     if job is None and known.exists():
         job = Path(known.read_text().strip())
     if job is None or not job.exists():
-        gone = "" if job is None else f"{job} is not there. "
-        raise ValueError(f"{gone}To write a folder the model's configuration is needed: give the job file with --job")
+        reason = "the run does not name its job file" if job is None else f"{job} does not exist"
+        raise ValueError(f"{reason}; a directory needs the model's configuration: give the job file with --job")
     model = load_job(job).job.model
     if isinstance(model, nn.Module):
         return model
@@ -115,7 +115,7 @@ def _model(run: Path, job: Path | None) -> nn.Module:
 
 
 def _check(source: _Source, model: nn.Module) -> None:
-    """Before anything is written."""
+    """Raise `ValueError` unless the model has a configuration and the names of the source."""
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         raise ValueError(
             f"{type(model).__name__} has no configuration that `transformers` could read: export to a file, such as "
@@ -123,9 +123,9 @@ def _check(source: _Source, model: nn.Module) -> None:
         )
     names = set(model.state_dict())
     if names != source.places.keys():
-        other = min(names ^ source.places.keys())
-        whose = "the model" if other in names else "the run"
-        raise ValueError(f"the job's model is not that of the run: only {whose} has {other}")
+        name = min(names ^ source.places.keys())
+        owner = "the model" if name in names else "the run"
+        raise ValueError(f"the job's model is not that of the run: only {owner} has {name}")
 
 
 def _write_config(model: nn.Module, folder: Path) -> None:

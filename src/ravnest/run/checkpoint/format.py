@@ -1,13 +1,13 @@
-"""Checkpoints of a run: what all stages had learnt after the same update, in folders that are complete or not there.
+"""Format of checkpoints: the state of all stages of a cluster after the same update, in one directory.
 
-    RUN/checkpoints/step-000100/stage-0.safetensors     a stage's whole state (`runtime.statefile`)
-                                unused.safetensors      what no stage uses, if there is any
-                                manifest.json           what this is of, and the digest of every file
+    RUN/checkpoints/step-000100/stage-0.safetensors     whole state of a stage (`pipeline.state`)
+                                unused.safetensors      tensors that no stage uses, if there are any
+                                manifest.json           model, optimizer, plan, and the digest of every file
 
-A checkpoint is written in a hidden folder, which gets its name when everything is in it and on the disk. It may be
-read by stages that are cut otherwise: a tensor is found by its parameter's name, in whichever file it is.
+A checkpoint is written to a hidden directory, which gets its name when all files are complete and on the disk. Stages
+with other cuts can read it: a tensor is found by the name of its parameter, in any of the files.
 
-A model's weights between the requester's files and the stages: split at the start, put together at the end.
+The module also splits the weights of a given model into files of stages, and assembles the final model from them.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _FILE = re.compile(r"[a-z0-9][a-z0-9-]*\.safetensors")
 
 
 class _Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A strict record."""
+    """A frozen record that rejects unknown fields."""
 
 
 class StateFile(_Data, frozen=True, kw_only=True):
-    """One file: `digest` is its SHA-256, `tensors` the names of what is in it."""
+    """One file: `digest` is its SHA-256, `tensors` the names of its tensors."""
 
     name: str
     digest: str
@@ -66,15 +66,15 @@ class StateFile(_Data, frozen=True, kw_only=True):
     tensors: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if _FILE.fullmatch(self.name) is None:  # never a path to somewhere else
-            raise ValueError(f"{self.name!r} is no name of a state file")
+        if _FILE.fullmatch(self.name) is None:  # never a path to another directory
+            raise ValueError(f"name must be that of a state file, such as stage-0.safetensors, got {self.name!r}")
 
 
 class Manifest(_Data, frozen=True, kw_only=True):
-    """What a checkpoint is of. After `step` updates, `batches` batches of the data had been used.
+    """Describes a checkpoint: after `step` updates, the run had used `batches` batches of the data.
 
-    `names` are those of the model's own state dict that are kept, in its order, and `ties` maps the others to them.
-    `cuts`, `depths` and `delays` are how it was trained, which need not be how it is trained on.
+    `names` are the stored names of the model's state dict, in its order; `ties` maps the other names to them. `cuts`,
+    `depths` and `delays` belong to the plan that was trained; a resumed run may have another plan.
     """
 
     format: str = FORMAT
@@ -93,12 +93,12 @@ class Manifest(_Data, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise ValueError(f"its format is {self.format!r}, this release reads {FORMAT!r}")
+            raise ValueError(f"format is {self.format!r}, this release reads {FORMAT!r}")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is complete."""
+    """A complete checkpoint."""
 
     folder: Path
     manifest: Manifest
@@ -116,20 +116,20 @@ class Checkpoint:
         return tuple(self.folder / file.name for file in self.manifest.files)
 
     def problem(self) -> str | None:
-        """Why its files cannot be trusted, if so; reads all of them."""
+        """Read all files; return the reason why the checkpoint cannot be used, or None."""
         for file, path in zip(self.manifest.files, self.paths, strict=True):
             try:
                 if path.stat().st_size != file.num_bytes:
-                    return f"{path} has {path.stat().st_size} bytes and should have {file.num_bytes}"
+                    return f"{path} has {path.stat().st_size} bytes, expected {file.num_bytes}"
                 if _digest(path) != file.digest:
-                    return f"{path} has been changed or damaged: its digest is another"
+                    return f"{path} is damaged: its digest differs from the manifest"
             except OSError as error:
                 return f"{path} cannot be read: {error}"
         return None
 
 
 class Draft:
-    """A checkpoint that is being written. Raises `OSError` if there is no room for it."""
+    """A checkpoint that is being written. Raises `OSError` if the disk has no room for it."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.step = step
@@ -139,7 +139,7 @@ class Draft:
         self.folder.mkdir(parents=True)
 
     def stage(self, index: int) -> Path:
-        """Where a stage is to write its state."""
+        """Return the path for the state of a stage."""
         return self.folder / f"stage-{index}.safetensors"
 
     @property
@@ -147,7 +147,7 @@ class Draft:
         return self.folder / "unused.safetensors"
 
     def complete(self, manifest: Manifest) -> Checkpoint:
-        """Describe the files that are there, and give the checkpoint its name."""
+        """Write the manifest of the files, and give the checkpoint its name."""
         files = tuple(self._described(path) for path in sorted(self.folder.glob("*.safetensors")))
         manifest = msgspec.structs.replace(manifest, step=self.step, files=files)
         with (self.folder / _MANIFEST).open("wb") as file:
@@ -155,7 +155,7 @@ class Draft:
             file.flush()
             os.fsync(file.fileno())
         sync_directory(self.folder)
-        _remove(self._final)  # of a run that went another way from an earlier checkpoint
+        _remove(self._final)  # of an earlier training of the same steps
         self.folder.replace(self._final)
         sync_directory(self._final.parent)
         return Checkpoint(self._final, manifest)
@@ -167,65 +167,65 @@ class Draft:
         with open_weights(path) as file:
             updates, names = updates_in(file, path), tuple(sorted(file.names))
         if updates != self.step:
-            raise WeightsError(f"{path} is after {updates} updates, the checkpoint after {self.step}")
+            raise WeightsError(f"{path} has the state after {updates} updates, expected {self.step}")
         return StateFile(name=path.name, digest=_digest(path), num_bytes=path.stat().st_size, tensors=names)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to go on from, and why newer ones were passed over."""
+    """The checkpoint to resume from, and the reasons why newer ones were skipped."""
 
     checkpoint: Checkpoint
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 def choose(path: Path | str) -> Choice:
-    """The newest checkpoint of a run whose files are as they were written; or the one that is named."""
+    """Return the newest checkpoint of a run whose files are intact, or the one at `path`."""
     path = Path(path).resolve()
     if not path.is_dir():
-        raise ValueError(f"there is no folder {path}")
+        raise ValueError(f"the directory {path} does not exist")
     if _NAME.fullmatch(path.name):
         named = _read(path)
         if isinstance(named, str) or (named_problem := named.problem()) is not None:
             raise WeightsError(f"{path} cannot be used: {named if isinstance(named, str) else named_problem}")
         return Choice(named)
-    passed: list[str] = []
+    skipped: list[str] = []
     for folder in reversed(_folders(path)):
-        found = _read(folder)
-        problem = found if isinstance(found, str) else found.problem()
-        if isinstance(found, Checkpoint) and problem is None:
-            return Choice(found, tuple(passed))
-        passed.append(f"{folder.name} was passed over: {problem}")
-    why = "; ".join(passed) or "a run makes them with --checkpoint-every"
-    raise WeightsError(f"{path} has no checkpoint that can be used: {why}")
+        checkpoint = _read(folder)
+        problem = checkpoint if isinstance(checkpoint, str) else checkpoint.problem()
+        if isinstance(checkpoint, Checkpoint) and problem is None:
+            return Choice(checkpoint, tuple(skipped))
+        skipped.append(f"skipped {folder.name}: {problem}")
+    reason = "; ".join(skipped) or "write checkpoints with --checkpoint-every"
+    raise WeightsError(f"{path} has no usable checkpoint: {reason}")
 
 
 def checkpoints_in(run: Path) -> list[Checkpoint]:
-    """All that are complete, the oldest first; their files are not read."""
-    return [found for folder in _folders(run) if isinstance(found := _read(folder), Checkpoint)]
+    """Return all complete checkpoints, the oldest first, without reading their tensors."""
+    return [checkpoint for folder in _folders(run) if isinstance(checkpoint := _read(folder), Checkpoint)]
 
 
 def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest."""
+    """Remove all but the newest `keep` checkpoints."""
     for folder in _folders(run)[:-keep]:
         _remove(folder)
 
 
 def clear_drafts(run: Path) -> None:
-    """Remove what a run that was killed has left half written; no other may be writing."""
+    """Remove incomplete checkpoints of a run that was killed. No other process may be writing one."""
     for path in (run / _FOLDER).glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def fingerprint(program: Program) -> str:
-    """Tells whether two programs compute the same from parameters of the same names and shapes."""
+    """Return a hash that is equal for programs with the same operations, parameter names and shapes."""
     parts = (program.inputs, program.outputs, program.state, program.ops, program.idle, sorted(program.ties.items()))
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()
 
 
 def _folders(run: Path) -> Sequence[Path]:
-    found = [path for path in (run / _FOLDER).glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    folders = [path for path in (run / _FOLDER).glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _read(folder: Path) -> Checkpoint | str:
@@ -237,7 +237,7 @@ def _read(folder: Path) -> Checkpoint | str:
 
 
 def _remove(folder: Path) -> None:
-    """At once for whoever looks, then file by file."""
+    """Remove a checkpoint; it is hidden first, so that no reader finds an incomplete one."""
     hidden = folder.with_name(f".{folder.name}.old")
     with contextlib.suppress(FileNotFoundError):
         folder.replace(hidden)
@@ -249,8 +249,11 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# weights of the model, in files of stages
+
+
 def write_first_weights(program: Program, stage: Stage, path: Path) -> bool:
-    """A model that exists gives each stage its tensors in a file; a builder's stages make their own (False)."""
+    """Write the initial tensors of a stage; false if the model is a function, whose stages initialise their own."""
     if program.init_log is not None:
         return False
     tensors = stage_weights(program, stage)
@@ -263,7 +266,7 @@ def write_first_weights(program: Program, stage: Stage, path: Path) -> bool:
 def gather(
     program: Program, stages: Sequence[Stage], parts: Sequence[Path], path: Path, seed: int, *, step: int = 0
 ) -> None:
-    """One file with the model's names out of the stages' files, a tensor at a time. What no stage uses is kept."""
+    """Assemble the model's file, one tensor at a time, from the files of its stages and the tensors that none uses."""
     contents = {s.target: s for s in (*program.state, *program.idle) if s.persistent}
     metadata = {"ties": json.dumps(dict(program.ties)), "step": str(step)}
     with write_weights(path, contents.values(), metadata) as writer:
@@ -276,7 +279,7 @@ def gather(
 
 
 def unused_tensors(program: Program, seed: int) -> dict[str, Tensor]:
-    """What the model has and no stage uses."""
+    """Return the tensors of the model that no stage uses."""
     idle: list[StateSpec] = [s for s in program.idle if s.persistent]
     tensors = {s.target: program.tensors[s.target] for s in idle}
     if program.init_log is None or not idle:

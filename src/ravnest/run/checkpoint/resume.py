@@ -1,7 +1,7 @@
-"""Where a run goes on from: a checkpoint, which must be of the same model and optimizer, and the plan that it had.
+"""Resumes a run from a checkpoint of the same model and optimizer.
 
-The number of nodes may be another, and so may the cuts. With as many nodes as before the cuts stay as they were, so
-that training goes on bit for bit: a stage's random numbers depend on its place.
+The number of nodes may differ, and so may the cuts. With as many nodes as before the cuts are kept, so that training
+continues bit for bit: the random numbers of a stage depend on its position.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ __all__ = ["check_same", "describe", "open_checkpoint", "plan_as_before"]
 _MAY_CHANGE = ("lr", "schedule", "clip_norm")
 
 
-def open_checkpoint(path: Path | str, folder: Path | str | None, show: ProgressView) -> Checkpoint:
-    """The checkpoint to go on from: the newest of a run, or the one that is named, if nothing later is in the way."""
+def open_checkpoint(path: Path | str, folder: Path | str | None, view: ProgressView) -> Checkpoint:
+    """Return the checkpoint to resume from: the newest of a run, or the one at `path`.
+
+    Raises `ValueError` if the run's directory has later checkpoints, which the resumed run would overwrite.
+    """
     choice = choose(path)
-    for sentence in choice.passed_over:
-        show.told(sentence)
+    for text in choice.skipped:
+        view.message(text)
     checkpoint = choice.checkpoint
     if (checkpoint.run if folder is None else Path(folder).resolve()) == checkpoint.run:
         later = [other.folder.name for other in checkpoints_in(checkpoint.run) if other.step > checkpoint.step]
-        if later and not choice.passed_over:
+        if later and not choice.skipped:
             raise ValueError(
                 f"{checkpoint.run} has later checkpoints ({', '.join(later)}): give another --run-dir, or remove them"
             )
-    show.told(f"going on from {checkpoint.folder}, after {checkpoint.step} steps")
+    view.message(f"resuming from {checkpoint.folder}, after {checkpoint.step} steps")
     return checkpoint
 
 
 def describe(program: Program, optimizer: Optimizer, plan: PipelinePlan, seed: int) -> Manifest:
-    """What the checkpoints of a run are of."""
+    """Return the manifest of a run's checkpoints, without step, batches and files."""
     return Manifest(
         step=0, batches=0, seed=seed, program=fingerprint(program), optimizer=optimizer,
         names=tuple(s.target for s in (*program.state, *program.idle) if s.persistent), ties=dict(program.ties),
@@ -51,53 +54,53 @@ def describe(program: Program, optimizer: Optimizer, plan: PipelinePlan, seed: i
 
 
 def check_same(checkpoint: Checkpoint, program: Program, optimizer: Optimizer) -> list[str]:
-    """Refuse a checkpoint of another model or optimizer; what else has changed, in words."""
+    """Raise `ValueError` for a checkpoint of another model or optimizer; return messages about other changes."""
     _check_model(checkpoint, program)
     before = checkpoint.manifest.optimizer
     now = msgspec.structs.replace(optimizer, **{name: getattr(before, name) for name in _MAY_CHANGE})
     if now != before:
         raise ValueError(
-            f"the optimizer is not that of {checkpoint.folder}, whose state would not fit: it was "
-            f"{_words(before)}, it is {_words(optimizer)}"
+            f"the optimizer is not that of {checkpoint.folder}, whose state does not match: it was "
+            f"{_summary(before)}, it is {_summary(optimizer)}"
         )
     changed = [name for name in _MAY_CHANGE if getattr(optimizer, name) != getattr(before, name)]
-    return [f"{name} is {getattr(optimizer, name)} from now on; it was {getattr(before, name)}" for name in changed]
+    return [f"{name} changes from {getattr(before, name)} to {getattr(optimizer, name)}" for name in changed]
 
 
 def _check_model(checkpoint: Checkpoint, program: Program) -> None:
-    there = {
+    stored = {
         name
         for file in checkpoint.manifest.files
         for kind, name in map(kind_and_name, file.tensors)
         if kind == "weights"
     }
-    wanted = {s.target for s in program.state}
-    beginning = f"the model is not that of {checkpoint.folder}"
-    if missing := sorted(wanted - there):
-        raise ValueError(f"{beginning}: {missing[0]} is not in it" + _more(missing))
-    if gone := sorted(there - wanted - {s.target for s in program.idle}):
-        raise ValueError(f"{beginning}: it has no {gone[0]} any more" + _more(gone))
+    needed = {s.target for s in program.state}
+    mismatch = f"the model is not that of {checkpoint.folder}"
+    if missing := sorted(needed - stored):
+        raise ValueError(f"{mismatch}: the checkpoint lacks {missing[0]}" + _more(missing))
+    if removed := sorted(stored - needed - {s.target for s in program.idle}):
+        raise ValueError(f"{mismatch}: the model lacks {removed[0]}" + _more(removed))
     if checkpoint.manifest.program != fingerprint(program):
         raise ValueError(
-            f"{beginning}: the parameters have the same names, but their shapes, the operations, the loss or the "
+            f"{mismatch}: the parameters have the same names, but their shapes, the operations, the loss or the "
             "form of the batches have changed"
         )
 
 
 def _more(names: list[str]) -> str:
-    return f", nor {len(names) - 1} others" if len(names) > 1 else ""
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _words(optimizer: Optimizer) -> str:
+def _summary(optimizer: Optimizer) -> str:
     settings = ", ".join(f"{name}={value}" for name, value in sorted(optimizer.settings.items()))
-    return f"{optimizer.name}({settings})" + (f" with {_words(optimizer.fallback)}" if optimizer.fallback else "")
+    return f"{optimizer.name}({settings})" + (f" with {_summary(optimizer.fallback)}" if optimizer.fallback else "")
 
 
 def plan_as_before(plan: PipelinePlan, program: Program, manifest: Manifest) -> tuple[PipelinePlan, str]:
-    """The plan with the cuts that the run had, if it had as many nodes; and what that means, in words."""
+    """Return the plan with the cuts of the checkpoint if it has as many nodes, and a message about changes."""
     if plan.accumulate != manifest.accumulate:
         return plan, (
-            f"a step has {plan.accumulate} microbatches, it had {manifest.accumulate}: sums are rounded otherwise"
+            f"a step has {plan.accumulate} microbatches, it had {manifest.accumulate}: sums are rounded differently"
         )
     delays = tuple(rule.delay for rule in plan.rules)
     if len(delays) != len(manifest.delays):
@@ -117,5 +120,5 @@ def plan_as_before(plan: PipelinePlan, program: Program, manifest: Manifest) -> 
         )
         for i, (row, stage) in enumerate(zip(plan.plans, stages, strict=True))
     )  # fmt: skip
-    reason = "cut as before, to go on bit for bit"
+    reason = "cut as before, so that training continues bit for bit"
     return replace(plan, stages=stages, plans=rows, rules=rules, cuts=manifest.cuts, reason=reason), reason

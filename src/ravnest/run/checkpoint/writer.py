@@ -1,20 +1,20 @@
 """Writes the checkpoints of a run while it trains.
 
-    begin(...)      a hidden folder; every stage of a cluster sends its state there after the same update
-    saved(...)      a stage has sent it, or could not; after the last the checkpoint gets its manifest and its name
-    news()          what became of it, in sentences
+    begin(...)      creates a hidden directory; every stage of a cluster sends its state there after the same update
+    saved(...)      a stage has sent it, or failed; after the last stage the checkpoint gets its manifest and its name
+    messages()      messages about failures, for the user
 
-A checkpoint of a cluster that is lost is dropped; the next is asked of another. A complete one is also the state of
-stages of which no node has a replica. Nothing here stops training: a checkpoint that cannot be written is reported and
-left out.
+The checkpoint of a lost cluster is discarded, and the next one is ordered from another cluster. A complete checkpoint
+is also the source of stages of which no node has a replica. A checkpoint that cannot be written is reported; training
+continues without it.
 
-Checkpoints elsewhere: copies of them behind a URL that fsspec knows (s3://, gs://, sftp://, ...), and back again.
+Complete checkpoints can be copied to a URL of fsspec (s3://, gs://, sftp://, ...) in the background, and fetched back:
 
     URL/step-000100/stage-0.safetensors ...
     URL/step-000100/manifest.json               written last: without it there is no checkpoint
 
-The copy is made when the checkpoint is complete here, in the background. What is brought back is checked by digests,
-like any checkpoint. fsspec comes with torch; what it needs for a kind of URL (s3fs, gcsfs, ...) one installs oneself.
+A fetched checkpoint is checked by its digests, like any other. fsspec comes with torch; the user installs what it needs
+for a kind of URL (s3fs, gcsfs, ...).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ravnest.pipeline.state import StageState, write_state
 from ravnest.run.checkpoint.format import Checkpoint, Draft, Manifest, checkpoints_in, clear_drafts, prune
 from ravnest.run.plan import PipelinePlan
 
-__all__ = ["CheckpointConfig", "RunCheckpoints", "bring", "is_url", "send"]
+__all__ = ["CheckpointConfig", "RunCheckpoints", "fetch_checkpoint", "is_url", "upload_checkpoint"]
 
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{6,12}")
@@ -48,8 +48,8 @@ def is_url(text: Path | str) -> bool:
     return _URL.fullmatch(str(text)) is not None
 
 
-def send(checkpoint: Path, url: str, keep: int) -> None:
-    """Copy a complete checkpoint, and remove the oldest beyond `keep`. Raises `RavnestError`."""
+def upload_checkpoint(checkpoint: Path, url: str, keep: int) -> None:
+    """Copy a complete checkpoint to a URL, and keep the newest `keep` there. Raises `RavnestError`."""
     files, root = _open(url)
     target = f"{root}/{checkpoint.name}"
     try:
@@ -63,13 +63,16 @@ def send(checkpoint: Path, url: str, keep: int) -> None:
         raise RavnestError(f"{url}: {error or type(error).__name__}") from error
 
 
-def bring(url: str, run: Path) -> Path:
-    """Copy the newest checkpoint behind a URL into the folder of a run; the checkpoint's own. Raises `RavnestError`."""
+def fetch_checkpoint(url: str, run: Path) -> Path:
+    """Copy the newest complete checkpoint at a URL into the directory of a run; return its path.
+
+    Raises `RavnestError`.
+    """
     files, root = _open(url)
     try:
         complete = [step for step in _steps(files, root) if files.exists(f"{root}/{step}/{_MANIFEST}")]
         if not complete:
-            raise RavnestError("there is no checkpoint")
+            raise RavnestError("no complete checkpoint")
         source, target = f"{root}/{complete[-1]}", run / "checkpoints" / complete[-1]
         draft = target.with_name(f".{target.name}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -95,9 +98,12 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _steps(files: Any, root: str) -> list[str]:
-    """Names of checkpoints, the oldest first."""
+    """Return the names of checkpoints, the oldest first."""
     names = [str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)]
     return sorted((name for name in names if _STEP.fullmatch(name)), key=lambda name: int(name.removeprefix("step-")))
+
+
+# the checkpoints of a run
 
 
 @config
@@ -115,21 +121,21 @@ class CheckpointConfig:
 
 
 @dataclass
-class _Open:
-    """A checkpoint that the stages of a cluster are sending: which have not answered yet, and what failed."""
+class _PendingCheckpoint:
+    """A checkpoint that the stages of a cluster are sending; `waiting` are the stages that have not answered."""
 
     cluster: str
     draft: Draft
-    about: Manifest
+    manifest: Manifest
     waiting: set[int]
     paths: tuple[Path, ...]
     failures: list[str] = field(default_factory=list)
 
 
 class RunCheckpoints:
-    """`describe(plan)` returns the manifest of a cluster's checkpoint, `unused()` the model's tensors of no stage.
+    """The checkpoints of one run; only `state_path` is for any thread.
 
-    `state_path` is for any thread.
+    `describe(plan)` returns the manifest of a cluster's checkpoint, `unused()` the tensors that no stage uses.
     """
 
     def __init__(
@@ -141,114 +147,115 @@ class RunCheckpoints:
     ) -> None:
         self.config = config
         self._run, self._describe, self._unused = run, describe, unused
-        self._open: dict[tuple[str, int], _Open] = {}  # by cluster and update
+        self._pending: dict[tuple[str, int], _PendingCheckpoint] = {}  # by cluster and update
         self._finishing: list[threading.Thread] = []
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._last_trained = 0  # batches trained when the last one was begun
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._last_trained = 0  # batches trained when the last checkpoint began
         self._completed: set[int] = set()
         if config.every:
             clear_drafts(run)
 
     def is_due(self, trained: int) -> bool:
-        """Return whether it is time for the next one, when so many batches are trained and none is under way."""
-        return bool(self.config.every) and not self._open and trained >= self._last_trained + self.config.every
+        """Return whether a checkpoint is due after `trained` batches: none is pending, `every` since the last one."""
+        return bool(self.config.every) and not self._pending and trained >= self._last_trained + self.config.every
 
     def begin(self, cluster: str, plan: PipelinePlan, *, updates: int, batches: int, trained: int) -> bool:
-        """Prepare a checkpoint after `updates` updates of a cluster and `batches` batches; false if it cannot be."""
+        """Prepare a checkpoint after `updates` updates of a cluster and `batches` batches; false if that failed."""
         self._last_trained = trained
-        if (cluster, updates) in self._open:
+        if (cluster, updates) in self._pending:
             return False
         try:
             draft = Draft(self._run, updates)
         except OSError as error:
-            self._news.put(_left_out(updates, str(error)))
+            self._messages.put(_not_written(updates, str(error)))
             return False
-        about = msgspec.structs.replace(self._describe(plan), batches=batches)
+        manifest = msgspec.structs.replace(self._describe(plan), batches=batches)
         paths = tuple(draft.stage(i) for i in range(len(plan.stages)))
-        self._open[cluster, updates] = _Open(cluster, draft, about, set(range(len(paths))), paths)
+        self._pending[cluster, updates] = _PendingCheckpoint(cluster, draft, manifest, set(range(len(paths))), paths)
         return True
 
     def state_path(self, cluster: str, stage: int, updates: int) -> Path | None:
-        """Return where a stage's state belongs; None if no such checkpoint is being made."""
-        found = self._open.get((cluster, updates))
-        return found.paths[stage] if found is not None and stage < len(found.paths) else None
+        """Return the path for a stage's state; None if that checkpoint is not pending."""
+        pending = self._pending.get((cluster, updates))
+        return pending.paths[stage] if pending is not None and stage < len(pending.paths) else None
 
     def saved(self, cluster: str, stage: int, updates: int, failure: str) -> None:
-        """Note that a stage has sent its state, or could not."""
-        found = self._open.get((cluster, updates))
-        if found is None:
+        """Record that a stage has sent its state, or the reason why it failed."""
+        pending = self._pending.get((cluster, updates))
+        if pending is None:
             return
-        found.waiting.discard(stage)
+        pending.waiting.discard(stage)
         if failure:
-            found.failures.append(failure)
-        if not found.waiting:
-            del self._open[cluster, updates]
-            thread = threading.Thread(target=self._finish, args=(found,), name="checkpoint", daemon=True)
+            pending.failures.append(failure)
+        if not pending.waiting:
+            del self._pending[cluster, updates]
+            thread = threading.Thread(target=self._finish, args=(pending,), name="checkpoint", daemon=True)
             self._finishing = [t for t in self._finishing if t.is_alive()] + [thread]
             thread.start()
 
-    def ended(self, cluster: str) -> None:
-        """Drop the checkpoints that a lost cluster was asked for."""
-        for key in [key for key in self._open if key[0] == cluster]:
-            self._open.pop(key).draft.discard()
+    def cluster_ended(self, cluster: str) -> None:
+        """Discard the pending checkpoints of a cluster."""
+        for key in [key for key in self._pending if key[0] == cluster]:
+            self._pending.pop(key).draft.discard()
 
-    def forget_after(self, updates: int) -> None:
-        """Drop the checkpoints of later updates: the run ends before them."""
-        for key in [key for key in self._open if key[1] > updates]:
-            self._open.pop(key).draft.discard()
+    def discard_after(self, updates: int) -> None:
+        """Discard the pending checkpoints of later updates, which the run does not reach."""
+        for key in [key for key in self._pending if key[1] > updates]:
+            self._pending.pop(key).draft.discard()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a stage has still to answer."""
-        return bool(self._open)
+        """Whether stages have not answered yet."""
+        return bool(self._pending)
 
     def has(self, updates: int) -> bool:
-        """Return whether the checkpoint after so many updates was completed in this run."""
+        """Return whether this run has completed the checkpoint after `updates` updates."""
         return updates in self._completed
 
-    def news(self) -> list[str]:
-        sentences = []
-        while not self._news.empty():
-            sentences.append(self._news.get())
-        return sentences
+    def messages(self) -> list[str]:
+        """Return the new messages for the user."""
+        texts = []
+        while not self._messages.empty():
+            texts.append(self._messages.get())
+        return texts
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint."""
-        found = checkpoints_in(self._run)
-        return found[-1] if found else None
+        complete = checkpoints_in(self._run)
+        return complete[-1] if complete else None
 
     def join(self) -> None:
-        """Wait until everything that stages have sent is complete."""
+        """Wait until all checkpoints that stages have sent are complete."""
         for thread in self._finishing:
             thread.join()
 
     def close(self) -> None:
-        """Complete what stages have sent, drop the rest."""
+        """Complete the checkpoints that stages have sent, and discard the others."""
         self.join()
-        self.forget_after(-1)
+        self.discard_after(-1)
 
-    def _finish(self, found: _Open) -> None:
-        """Runs in its own thread, because all files are read once more, for their digests."""
-        draft = found.draft
+    def _finish(self, pending: _PendingCheckpoint) -> None:
+        """Complete a checkpoint, in its own thread: all files are read again for their digests."""
+        draft = pending.draft
         try:
-            if found.failures:
-                raise OSError(found.failures[0])
+            if pending.failures:
+                raise OSError(pending.failures[0])
             if unused := self._unused():
                 weights = {f"weights/{name}": tensor for name, tensor in unused.items()}
                 write_state(StageState(draft.step, weights), draft.unused)
-            made = draft.complete(found.about)
+            checkpoint = draft.complete(pending.manifest)
             self._completed.add(draft.step)
             prune(self._run, self.config.keep)
         except (OSError, RavnestError) as error:
             draft.discard()
-            self._news.put(_left_out(draft.step, str(error)))
+            self._messages.put(_not_written(draft.step, str(error)))
             return
         if self.config.to:
             try:
-                send(made.folder, self.config.to, self.config.keep)
+                upload_checkpoint(checkpoint.folder, self.config.to, self.config.keep)
             except RavnestError as error:
-                self._news.put(f"the checkpoint of step {draft.step} is here, but was not copied elsewhere: {error}")
+                self._messages.put(f"the checkpoint of step {draft.step} was written, but not copied: {error}")
 
 
-def _left_out(step: int, why: str) -> str:
-    return f"the checkpoint of step {step} was left out, training continues: {why}"
+def _not_written(step: int, reason: str) -> str:
+    return f"the checkpoint of step {step} was not written, training continues: {reason}"

@@ -1,4 +1,4 @@
-"""Candidates to reach a peer: which to check, in which order and when, and how to describe the outcome.
+"""Candidates to reach a peer: their selection, order and start times, and the description of the outcome.
 
 Addresses in the same network come first, then public ones, then the rest; IPv6 and IPv4 alternate, each `stagger_s`
 after the previous one, so that a dead address delays no other (RFC 8305, Happy Eyeballs). Hole punching starts soon
@@ -37,7 +37,7 @@ _MAX_ADDRESSES = 16
 
 @config
 class LocalCandidates:
-    """This node's own addresses, and the address at which the coordinator sees it."""
+    """This node's own addresses, and its address as the coordinator observes it."""
 
     addresses: tuple[Address, ...] = ()
     observed: Address | None = None
@@ -91,12 +91,12 @@ class ConnectorConfig:
 class Candidate:
     """One address to check, for the first time after `after_s`."""
 
-    how: ConnectionType
+    kind: ConnectionType
     address: Address
     after_s: float
 
     def __str__(self) -> str:
-        return f"{self.how} {show(self.address)}"
+        return f"{self.kind} {show(self.address)}"
 
 
 def gather_candidates(peer: PeerCandidates, local: LocalCandidates, config: ConnectorConfig) -> list[Candidate]:
@@ -119,13 +119,13 @@ def order_addresses(peer: PeerCandidates, local: LocalCandidates) -> list[Addres
     return [address for rank in sorted(groups) for address in _alternate(groups[rank])]
 
 
-def improvement_hint(how: ConnectionType, peer: str, port: int, local: LocalCandidates) -> str:
-    """Tell the user how to get a better connection; empty if it is direct."""
-    if how == "direct":
+def improvement_hint(kind: ConnectionType, peer: str, port: int, local: LocalCandidates) -> str:
+    """Advice to the user for a better connection; empty if it is direct."""
+    if kind == "direct":
         return ""
     host = local.addresses[0][0] if local.addresses else "this PC"
     forward = f"forward TCP port {port} of your router to {show((host, port))}, or do the same for {peer}"
-    if how == "punched":
+    if kind == "punched":
         return f"this connection may fail after a router restarts; to prevent that, {forward}"
     return f"all traffic goes through the coordinator; for a direct connection, {forward}"
 

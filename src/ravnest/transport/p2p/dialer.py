@@ -1,10 +1,15 @@
-"""Turns a candidate into an authenticated connection: dial directly, punch through NATs, or join at a relay.
+"""Connects to one peer: checks all its candidates concurrently until both ends agree on one connection.
 
-Connects to one peer: checks all candidates concurrently until both ends agree on one connection.
+A candidate becomes an authenticated connection (`Dialer`) by a direct dial, by hole punching, or through a relay. Each
+candidate is a task of the `PeerConnector`, which then nominates the connection or waits for its nomination:
 
-Each candidate is a task that connects, authenticates the peer, and then nominates the connection or waits for its
-nomination (`negotiation`). The first success cancels all others. A failed check is retried with backoff, because the
-peer may not have received the new plan yet.
+    controlling                         controlled
+    introduction           <->          introduction
+    nominate               ->
+                           <-           confirm
+
+The first success cancels all others. A failed check is retried with backoff, because the peer may not have received the
+new plan yet.
 """
 
 from __future__ import annotations
@@ -90,7 +95,7 @@ class Connection:
     channel: TlsChannel
     sock: socket.socket
     peer: str
-    how: ConnectionType
+    kind: ConnectionType
     description: str
     is_server: bool
     introduction: Introduction | None = None
@@ -119,15 +124,15 @@ class Dialer:
         self._contexts, self._config = contexts, config
 
     async def connect(self, candidate: Candidate, peer: PeerCandidates) -> Connection:
-        if candidate.how == "direct":
+        if candidate.kind == "direct":
             return await self._connect_direct(candidate, peer.name)
-        if candidate.how == "punched":
+        if candidate.kind == "punched":
             return await self._connect_punched(candidate, peer.name)
         assert peer.relay is not None, "a relayed candidate has a relay"
         return await self._connect_relayed(peer.relay, peer.name)
 
     async def observe(self, relay: RelayInfo) -> Observation:
-        """Ask the relay at which address it sees this node's listening port."""
+        """Request the address of this node's listening port, as the relay observes it."""
         target = (await _resolve(relay.address))[0]
         sock = dialing_socket(self.port, target)
         try:
@@ -198,8 +203,8 @@ class Dialer:
         tune(sock)
         channel = TlsChannel(sock, self._contexts.side(is_server=is_server), server_side=is_server)
         await run_async(mutual_handshake(channel, lambda name: name == peer), sock)
-        source = f" from port {self.port}" if candidate.how == "punched" else ""
-        return Connection(channel, sock, peer, candidate.how, f"dialed {show(candidate.address)}{source}", is_server)
+        source = f" from port {self.port}" if candidate.kind == "punched" else ""
+        return Connection(channel, sock, peer, candidate.kind, f"dialed {show(candidate.address)}{source}", is_server)
 
 
 def _socket_for(address: Address) -> socket.socket:
@@ -243,7 +248,7 @@ class ConnectedPeer:
     """A link, its connection type with the reason, and a hint for a better one (empty if direct)."""
 
     link: StreamLink
-    how: ConnectionType
+    kind: ConnectionType
     reason: str
     hint: str
 
@@ -339,7 +344,7 @@ class PeerConnector:
 
     async def _nominate(self, connection: Connection) -> None:
         """Nominate one connection at a time: the next only after the previous one has failed."""
-        if connection.how == "relayed":
+        if connection.kind == "relayed":
             await asyncio.sleep(self._config.settle_s)
         async with self._nominating:
             if self._selected.done():
@@ -365,10 +370,10 @@ class PeerConnector:
             self._selected.result().close()
 
     def _make_link(self, connection: Connection, local: LocalCandidates) -> ConnectedPeer:
-        reason = f"{connection.how}: {connection.description}"
-        others = {name: why for name, why in self._failures.items() if not name.startswith(connection.how)}
-        if connection.how != "direct" and others:
+        reason = f"{connection.kind}: {connection.description}"
+        others = {name: failure for name, failure in self._failures.items() if not name.startswith(connection.kind)}
+        if connection.kind != "direct" and others:
             reason += f", because {describe_failures(others)}"
         link = StreamLink(connection.channel, self._link, peer=connection.peer)
-        hint = improvement_hint(connection.how, self.peer.name, self._dialer.port, local)
-        return ConnectedPeer(link, connection.how, reason, hint)
+        hint = improvement_hint(connection.kind, self.peer.name, self._dialer.port, local)
+        return ConnectedPeer(link, connection.kind, reason, hint)

@@ -1,13 +1,11 @@
-"""A node's endpoint: the one port on which it accepts peers and from which it dials them.
+"""Runs a node's endpoint: the one port on which it accepts peers and from which it dials them.
 
 Incoming and outgoing connections use the same port, so that NATs let the replies in. One thread runs an asyncio loop
 with all connections that are not links yet; a link belongs to the caller of `connect`.
 
-Accepts connections at a node's port and assigns each to the connector that waits for it.
-
-A peer may connect before this node expects it, because plans arrive at different times, so an authenticated connection
-is held for a while. Peers that are not in the roster, or come for a link of another generation, are rejected; so is the
-oldest of too many unfinished handshakes.
+A peer may connect before this node expects it, because plans arrive at different times. So `PeerAcceptor` holds an
+authenticated connection for a while, until a connector waits for it. It rejects peers that are not in the roster,
+connections for a link of another generation, and the oldest of too many unfinished handshakes.
 """
 
 from __future__ import annotations
@@ -164,7 +162,7 @@ class PeerAcceptor:
         if theirs.generation != expected:
             reason = f"peer is of generation {theirs.generation}, this node of generation {expected}"
             self._config.on_rejected(connection.peer, reason)
-        connector.add_incoming(connection)  # which sends our generation before it rejects another
+        connector.add_incoming(connection)  # it sends this node's generation before it rejects another
 
     def _hold(self, connection: Connection) -> None:
         held = self._held.setdefault(connection.peer, deque())
@@ -226,7 +224,7 @@ class PeerEndpoint:
         )
 
     def observe(self, relay: RelayInfo, *, deadline_s: float) -> Observation:
-        """Ask the relay for this endpoint's public address; keep the result open while peers connect through a NAT."""
+        """Request the public address of this endpoint; keep the result open while peers connect through a NAT."""
         return self._wait_for(self._observe(relay, Deadline(deadline_s).seconds), deadline_s)
 
     def close(self) -> None:

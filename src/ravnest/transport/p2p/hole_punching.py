@@ -30,7 +30,7 @@ _TLS_FIRST_BYTE = b"\x16"
 def listen_reusable(address: Address, *, backlog: int = 128) -> socket.socket:
     """Listen at `address`, so that `dialing_socket` can use the same port; "::" accepts IPv4 as well."""
     try:
-        # The port is shared for dialing only. A second listener would take half of our peers, so check for one first.
+        # The port is shared for dialing only. A second listener would receive half of the peers: check for one first.
         with _create(address, backlog=0, shared=False) as probe:
             port = probe.getsockname()[1]
         return _create((address[0], port), backlog=backlog, shared=CAN_PUNCH)

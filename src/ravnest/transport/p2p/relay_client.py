@@ -99,7 +99,7 @@ def open_tunnel(
 
 
 def observe(sock: socket.socket, relay: RelayInfo, context: ssl.SSLContext) -> Handshake[Observation]:
-    """Ask the relay for the address of this end of the connection, which stays open."""
+    """Request the address of this end of the connection, which stays open, from the relay."""
     _, response = yield from _request(sock, relay, context, ObserveAddress())
     if not isinstance(response, ObservedAddress):
         raise HandshakeError(f"unexpected response of relay {relay.name} to an address request: {response}")

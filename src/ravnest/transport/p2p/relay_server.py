@@ -187,7 +187,7 @@ class _RelayClient(asyncio.Protocol):
             self.partner.transport.resume_reading()
 
     def eof_received(self) -> None:
-        # This end has closed and reads no more. asyncio would wait without limit to send what is buffered for it.
+        # This end has closed and reads no more. asyncio would wait without limit to send the bytes buffered for it.
         self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
