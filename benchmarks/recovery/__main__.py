@@ -105,7 +105,7 @@ def inject(fleet: Fleet, rates: RateMonitor, fault: str, steady_s: float) -> Fai
 
     def is_detected() -> bool:
         rates.poll()
-        return f"cluster {hit.id} is lost" in fleet.log()[-20_000:]
+        return f"cluster {hit.id} failed" in fleet.log()[-20_000:]
 
     fleet.wait_until(is_detected, TIMEOUT_S, "detection of the failure", injector)
     detected_s = time.monotonic()

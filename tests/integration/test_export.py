@@ -40,7 +40,7 @@ def program_of(name: str) -> Program:
 
 
 def weights(program: Program, step: int) -> dict[str, Tensor]:
-    """Of the model as it might be after so many steps."""
+    """Weights that a model might have after `step` steps."""
     kept = {s.target: program.tensors[s.target].detach() for s in (*program.state, *program.idle)}
     return {name: tensor + step if tensor.is_floating_point() else tensor for name, tensor in kept.items()}
 
@@ -48,12 +48,12 @@ def weights(program: Program, step: int) -> dict[str, Tensor]:
 def checkpoint(run: Path, program: Program, step: int) -> None:
     """As stages in two halves have saved it."""
     legal = legal_cuts(program)
-    draft, learnt = Draft(run, step), weights(program, step)
+    draft, expected = Draft(run, step), weights(program, step)
     for stage in split(program, [legal[len(legal) // 2]]):
-        own = {f"weights/{s.target}": learnt[s.target] for s in stage.state if s.owner == stage.index}
+        own = {f"weights/{s.target}": expected[s.target] for s in stage.state if s.owner == stage.index}
         write_state(StageState(step, {**own, "optimizer/exp_avg/x": torch.zeros(2)}), draft.stage(stage.index))
     if program.idle:
-        write_state(StageState(step, {f"weights/{s.target}": learnt[s.target] for s in program.idle}), draft.unused)
+        write_state(StageState(step, {f"weights/{s.target}": expected[s.target] for s in program.idle}), draft.unused)
     names = tuple(s.target for s in (*program.state, *program.idle) if s.persistent)
     draft.complete(
         Manifest(
@@ -71,9 +71,9 @@ def final_model(run: Path, program: Program, step: int) -> None:
 
 def assert_is(tensors: dict[str, Tensor], program: Program, model: nn.Module, step: int) -> None:
     model.load_state_dict(tensors, strict=True)
-    learnt = weights(program, step)
+    expected = weights(program, step)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, learnt[program.ties.get(name, name)]), name
+        assert torch.equal(tensor, expected[program.ties.get(name, name)]), name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,9 +116,9 @@ def test_a_folder_is_read_by_transformers(knows: bool, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert type(model).__name__ == "GPT2LMHeadModel"
     assert model.lm_head.weight is model.transformer.wte.weight
-    learnt = weights(program, 2)
+    expected = weights(program, 2)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, learnt[program.ties.get(name, name)]), name
+        assert torch.equal(tensor, expected[program.ties.get(name, name)]), name
 
 
 def test_what_cannot_be_exported_is_a_sentence(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ CONFIG = GPTConfig(vocab=256, context=32, layers=2, width=64, heads=2, dropout=0
 
 
 class Friends(ProgressView):
-    """Those who join when they are invited, two by two, and what they do when."""
+    """Starts agents when the run prints its ticket, and calls functions at given steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,8 +89,8 @@ def slowly(data: Iterator[Any]) -> Iterator[Any]:
 
 
 def test_clusters_average_and_come_and_go(friends: Friends, tmp_path: Path) -> None:
-    """The second cluster comes later and goes on from what the first has learnt; then a worker of the first is killed,
-    and the PC that is left makes another with one that comes. In the end all have the same model."""
+    """A second cluster joins and starts from the state of the first. Then a worker of the first is killed, and the
+    remaining PC forms another cluster with a new one. In the end all clusters have the same model."""
     began = time.monotonic()
 
     def when(words: str, do: Callable[[], None]) -> None:

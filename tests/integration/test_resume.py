@@ -25,7 +25,7 @@ __all__ = ["small_disk"]
 
 pytestmark = pytest.mark.slow
 
-DISK_SIZE = "600k"  # room for the model, not for all that was learnt
+DISK_SIZE = "600k"  # room for the model, not for its optimizer state
 JOB = """
 import ravnest, torch
 from ravnest.examples.text import batches, library_text
@@ -119,10 +119,10 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(through: Path, tmp_path: Path
     kill_all(running)
     run, (first, *_) = tmp_path / "run", [c.step for c in checkpoints_in(tmp_path / "run")][::-1]
     assert not (run / "model.safetensors").exists(), "it was over before it was killed"
-    told = train(tmp_path, *given, "--resume", "run")
-    assert f"step-{first:06}, after {first} steps" in told
-    assert "cut as before" in told
-    assert f"skipping {first} batches" in told
+    output = train(tmp_path, *given, "--resume", "run")
+    assert f"step-{first:06}, after {first} steps" in output
+    assert "cut as before" in output
+    assert f"skipping {first} batches" in output
     assert different(run, through / "run") == []
     assert steps_of(run) == list(range(1, STEPS + 1))
     assert losses(run) == losses(through / "run")
@@ -137,8 +137,8 @@ def test_on_other_nodes_it_goes_on_the_same(tmp_path: Path) -> None:
     train(tmp_path, *given, "--local", "2", "--steps", "16", "--run-dir", "whole")
     train(tmp_path, *given, "--local", "2", "--steps", "8", "--checkpoint-every", "100", "--run-dir", "run")
     assert [c.step for c in checkpoints_in(tmp_path / "run")] == [8], "the end is a checkpoint too"
-    told = train(tmp_path, *given, "--local", "3", "--steps", "16", "--resume", "run", "--run-dir", "on")
-    assert "split over 3 nodes, it was over 2" in told
+    output = train(tmp_path, *given, "--local", "3", "--steps", "16", "--resume", "run", "--run-dir", "on")
+    assert "split over 3 nodes, it was over 2" in output
     assert different(tmp_path / "on", tmp_path / "whole") == []
     assert steps_of(tmp_path / "on") == list(range(9, 17))
 
@@ -181,9 +181,9 @@ def test_an_earlier_checkpoint_needs_a_folder_of_its_own(through: Path, tmp_path
 
 def test_a_full_disk_costs_checkpoints_and_no_training(small_disk: Path) -> None:
     write_job(small_disk)
-    told = train(small_disk, "--local", "2", "--steps", "12", "--checkpoint-every", "4", "--run-dir", "run")
-    assert re.search(r"the checkpoint of step 4 was not written, training continues: .*No space", told)
-    assert "12 steps, final loss" in told
+    output = train(small_disk, "--local", "2", "--steps", "12", "--checkpoint-every", "4", "--run-dir", "run")
+    assert re.search(r"the checkpoint of step 4 was not written, training continues: .*No space", output)
+    assert "12 steps, final loss" in output
     assert set(steps_of(small_disk / "run")) <= set(range(1, 13)), "whole lines only"
     assert checkpoints_in(small_disk / "run") == []
     assert list((small_disk / "run" / "checkpoints").iterdir()) == []

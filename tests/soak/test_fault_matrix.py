@@ -5,7 +5,8 @@
     phase     a forward, an update, an averaging, a checkpoint
 
 One run of two clusters of three PCs and a spare goes through many such cells; after each, the fleet is completed again
-before the next. `make test` kills each stage of one cluster, `make test-soak` runs the whole matrix.
+before the next. `make test` has one cell, and those of local runs (`tests/integration/test_local_faults.py`);
+`make test-soak` runs the whole matrix.
 """
 
 from __future__ import annotations
@@ -41,11 +42,7 @@ class Cell(NamedTuple):
     phase: str
 
 
-SMOKE = [
-    Cell("first stage", "kill", "forward"),
-    Cell("middle stage", "kill", "update"),
-    Cell("last stage", "kill", "forward"),
-]
+SMOKE = Cell("middle stage", "kill", "update")
 # The coordinator first, because a restarted one skips the data used so far.
 ALL = {fault: [Cell(role, fault, phase) for role, phase in product(reversed(ROLES), PHASES)] for fault in FAULTS}
 
@@ -66,8 +63,8 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize("fleet", [1], indirect=True)
-def test_training_continues_after_a_kill_of_each_stage(fleet: Fleet, tmp_path: Path) -> None:
-    _run_cells(fleet, SMOKE)
+def test_training_continues_after_a_kill(fleet: Fleet, tmp_path: Path) -> None:
+    _run_cells(fleet, [SMOKE])
     _check_end(fleet, tmp_path)
 
 
@@ -111,8 +108,8 @@ def _run_cell(fleet: Fleet, cell: Cell, number: int) -> None:
         fleet.coordinator.wait(10)
         log_length = len(fleet.log())
         fleet.start_coordinator("--resume", str(fleet.run))
-        fleet.wait_until(lambda: "the run goes on" in fleet.log()[log_length:], TIMEOUT_S, "a resumed run")
-        fleet.wait_until(lambda: "which goes on after" in fleet.log()[log_length:], TIMEOUT_S, "a plan from replicas")
+        fleet.wait_until(lambda: "run resumed" in fleet.log()[log_length:], TIMEOUT_S, "a resumed run")
+        fleet.wait_until(lambda: ", resumed after" in fleet.log()[log_length:], TIMEOUT_S, "a plan from replicas")
     elif cell.fault == "kill":
         fleet.agents[host].wait(10)
         fleet.join(host)

@@ -317,7 +317,7 @@ def check_cluster(task: Task, cluster: ClusterPlan) -> None:
 
 
 def check_hysteresis(task: Task, running: FleetPlan, change: PlanChange) -> None:
-    """What is given up that could go on is outdone by 5 %."""
+    """A plan that ends running clusters must be at least 5 % faster."""
     intact = [
         plan_row(task, cluster.members, cluster.partition.cuts)
         for cluster in running.clusters

@@ -1,4 +1,4 @@
-"""Copies of checkpoints behind a URL, and a run that goes on from them."""
+"""Copies of checkpoints behind a URL, and a run that resumes from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def job() -> ravnest.Job:
     return ravnest.Job(lambda: GPT(CONFIG), next_token_loss, data, optimizer=ravnest.AdamW(3e-3))
 
 
-def checkpoint(folder: Path, step: int, content: str = "learnt") -> Path:
+def checkpoint(folder: Path, step: int, content: str = "state") -> Path:
     path = folder / f"step-{step:06}"
     path.mkdir(parents=True)
     (path / "stage-0.safetensors").write_text(content)
