@@ -112,6 +112,10 @@ class TrainingConfig:
     validation_batches: int = _option(32, _LENGTH, "Held-out batches per evaluation.", min=1)
     seed: int = _option(0, _LENGTH, "Random seed; the same seed and plan give the same weights, bit for bit.")
 
+    verify: bool = _option(
+        True, _LENGTH, "Compare the traced program with the model itself on one microbatch before the first step."
+    )
+
     mode: str = _option(
         "async", _PIPELINE, "async: no pipeline bubbles, gradients one step late. sync: the results of plain PyTorch.",
         choices=("async", "sync"),

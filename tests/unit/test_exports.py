@@ -71,10 +71,10 @@ def test_commands_and_flags() -> None:
             "--averaging-compression", "--checkpoint-every", "--checkpoint-to", "--clusters", "--coordinator-dir",
             "--cores", "--debug", "--epochs", "--keep-checkpoints", "--listen", "--local", "--max-staleness",
             "--memory", "--microbatch", "--microbatches-per-step", "--min-nodes", "--min-stages", "--mode",
-            "--no-allow-single-node", "--no-recompute",
+            "--no-allow-single-node", "--no-recompute", "--no-verify",
             "--outer-optimizer", "--recompute", "--replicas", "--resume", "--run-dir", "--seed", "--settle-time",
             "--spares", "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every",
-            "--validation-batches", "job",
+            "--validation-batches", "--verify", "job",
         ],
     }  # fmt: skip
 
@@ -106,6 +106,7 @@ def test_former_flags_are_hidden_aliases(run_cli: RunCli, trained: list[dict[str
         "coordinator_dir": "keys",
     }]  # fmt: skip
     _, shown, _ = run_cli("train", "--help")
+    assert "--no-verify" in shown
     for flag in ("--whole", "--outer ", "--codec", "--wait", "--accumulate", "--folder", "--cores", "--speeds"):
         assert flag not in shown
 

@@ -76,14 +76,18 @@ def _parameters(chosen: list[Option]) -> Iterator[inspect.Parameter]:
             option.flag,
             help=option.text,
             metavar=option.metavar or "|".join(option.choices) or ("N" if kind is int else None),
-            hidden=option.is_hidden,
+            hidden=option.is_hidden or option.default is True,
             rich_help_panel=option.group,
             min=option.min if kind is int else None,
             max=option.max if kind is int else None,
         )
         yield _parameter(option.name, kind, declaration)
         if kind is bool:
-            yield _parameter(f"no_{option.name}", bool, typer.Option(f"--no-{option.flag[2:]}", hidden=True))
+            opposite = typer.Option(
+                f"--no-{option.flag[2:]}", help=f"Turn off: {option.help}", hidden=option.default is not True,
+                rich_help_panel=option.group,
+            )  # fmt: skip
+            yield _parameter(f"no_{option.name}", bool, opposite)
 
 
 def _parameter(name: str, kind: type, declaration: Any) -> inspect.Parameter:

@@ -79,10 +79,20 @@ def _loss_of_output(output: Any) -> Any:
 
 
 @contextmanager
-def training_mode(module: nn.Module) -> Iterator[None]:
-    """Put all submodules into training mode, and restore each one's mode afterwards."""
+def training_mode(module: LossModule) -> Iterator[None]:
+    """Train the model in the modes of its parts, and restore them afterwards.
+
+    A model in training mode keeps the parts that the user put into evaluation mode, such as frozen batch norms. A
+    model that is in evaluation mode as a whole, as `from_pretrained` returns it, is put into training mode.
+    """
     before = [(m, m.training) for m in module.modules()]
-    module.train()
+    if not module.model.training:
+        if mixed := next((name for name, part in module.model.named_modules() if part.training), None):
+            raise TraceError(
+                f"the model is in evaluation mode, but its part {mixed} is in training mode: call model.train() first, "
+                "then .eval() on the parts that are to stay in evaluation mode"
+            )
+        module.model.train()
     try:
         yield
     finally:

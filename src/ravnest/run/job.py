@@ -23,10 +23,13 @@ from torch import nn
 
 from ravnest.config import TrainingConfig
 from ravnest.core.config import require
+from ravnest.core.units import format_bytes
 from ravnest.errors import WeightsError
 from ravnest.graph import Program, trace
 from ravnest.graph.batch import batch_size_of, flatten, split_batch
+from ravnest.graph.verify import verify
 from ravnest.pipeline.optimizers import AdamW, Optimizer
+from ravnest.profiling.host import host_memory
 from ravnest.profiling.speed import Workload
 from ravnest.run.checkpoint.format import Checkpoint
 from ravnest.run.checkpoint.resume import check_same, open_checkpoint
@@ -38,6 +41,8 @@ from ravnest.run.result import Run
 from ravnest.run.traced_job import TracedJob
 
 __all__ = ["Job", "Run", "JobFile", "load_job"]
+
+_VERIFY_COPIES = 4  # of the parameters: the model, the program's own, and the gradients of both
 
 
 def new_folder(folder: Path | str | None, name: str) -> Path:
@@ -129,9 +134,29 @@ class Job:
         start, folder = self._resumed(config, program, changes, view)
         if start is not None:
             config = replace(config, seed=start.manifest.seed)
+        if config.verify:
+            self._verify(program, example, config, view)
         if self.source is not None:
             (folder / "job.txt").write_text(f"{self.source.resolve()}\n")  # for `ravnest export`
         return TracedJob(program, self.optimizer, config, self.batch_size(example), folder, start)
+
+    def _verify(self, program: Program, example: Any, config: TrainingConfig, view: ProgressView) -> None:
+        """Compare the program with the model on one microbatch; a model too big for this machine is not compared."""
+        state_bytes = sum(item.num_bytes for item in (*program.state, *program.idle))
+        needed_bytes, usable_bytes = _VERIFY_COPIES * state_bytes, host_memory().usable_bytes
+        if needed_bytes > usable_bytes:
+            view.message(
+                f"not verified: comparing the traced program with the model needs {format_bytes(needed_bytes)} of "
+                f"memory, {format_bytes(usable_bytes)} are free"
+            )
+            return
+        batch_size = self.batch_size(example)
+        samples = config.microbatch_of(batch_size)
+        leaves = [
+            leaf[:samples] if value.shape and isinstance(value.shape[0], tuple) else leaf
+            for leaf, value in zip(program.feed(example), program.inputs, strict=True)
+        ]
+        verify(program, self.model, self.loss, leaves, seed=config.seed)
 
     def _resumed(
         self, config: TrainingConfig, program: Program, changes: dict[str, Any], view: ProgressView

@@ -1,0 +1,315 @@
+"""Verification of a traced program against the user's own model, on one real microbatch, before the first step.
+
+Both compute the loss, the gradients of all parameters and the new values of all buffers, from the same weights and with
+the same random numbers:
+
+    the model      loss(model(inputs), targets).backward() in plain PyTorch
+    the program    cut into stages, encoded and decoded as for a worker, each run forward and back
+
+A difference beyond rounding means that the program trains something else than the user wrote. Some constructs cannot be
+seen in a traced forward pass: a backward pass of the model's own, a hook on gradients, Python's own random numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ravnest.errors import TraceError
+from ravnest.graph.cut import Cutter
+from ravnest.graph.interpreter import Interpreter, Tape
+from ravnest.graph.limits import StageLimits
+from ravnest.graph.program import Program, Stage
+from ravnest.graph.serialization import dump, load
+from ravnest.graph.tracer import Loss, LossModule, training_mode
+from ravnest.graph.weights import initialise
+
+__all__ = ["Verification", "verify"]
+
+_NUM_STAGES = 3
+_SEED = 20_240_101
+_NO_LIMIT = 1 << 50
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are sums of rounding errors
+_PYTHON_RANDOM = "the forward pass uses random numbers of Python or NumPy, which are fixed when it is traced"
+_UNKNOWN = "a hook on the gradient of a tensor, or code that behaves differently when it is traced"
+_REMEDY = "Replace it, or turn this check off with verify=False if the difference is intended"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of a verification that found no difference beyond rounding."""
+
+    is_exact: bool  # equal to the last bit
+    largest_difference: float  # of a gradient, relative to that gradient's largest element
+
+
+@dataclass
+class _Step:
+    """What one forward and backward pass gave."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    cause: str = ""  # a construct that tracing does not see
+
+
+def verify(
+    program: Program,
+    model: Any,
+    loss: Loss | nn.Module | None,
+    leaves: Sequence[Tensor],
+    *,
+    seed: int,
+) -> Verification:
+    """Compare the program with the model that it was traced from.
+
+    Args:
+        program: The program.
+        model: The module, or the function that builds it.
+        loss: As for `trace`.
+        leaves: The tensors of one microbatch, in the program's order.
+        seed: The seed of the initial weights, if `model` is a function.
+
+    Raises:
+        TraceError: if the program would train something else; the message names the parameter and the likely cause.
+    """
+    is_built = not isinstance(model, nn.Module)
+    with _restored_generators():
+        if is_built:
+            torch.manual_seed(seed)
+            model = model()
+        stages = _stages(program, leaves)
+        module = LossModule(model, loss, program.feed.structure, lambda labels: None)
+        own = _named_tensors(module)
+        state = _initial_state(program, stages, seed) if is_built else _shared_state(program)
+        if is_built:
+            _check_initial(state, own)
+        expected = _run_model(module, leaves)
+        actual = _run_stages(program, stages, state, leaves)
+        return _compare(program, expected, actual, module, leaves)
+
+
+def _stages(program: Program, leaves: Sequence[Tensor]) -> list[Stage]:
+    """The program in a few stages of about equal length, as a worker reads them."""
+    cutter = Cutter(program)
+    wanted = [len(program.ops) * i // _NUM_STAGES for i in range(1, _NUM_STAGES)]
+    cuts = sorted({min(cutter.legal, key=lambda cut: abs(cut - at)) for at in wanted}) if cutter.legal else []
+    samples = program.feed.batch_size([("", leaf) for leaf in leaves])
+    limits = StageLimits(batch=max(2, samples), state_bytes=_NO_LIMIT, value_bytes=_NO_LIMIT)
+    return [load(dump(stage), limits) for stage in cutter.split(cuts)]
+
+
+def _named_tensors(module: LossModule) -> dict[str, Tensor]:
+    """Parameters and buffers under the program's names."""
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def _shared_state(program: Program) -> dict[str, Tensor]:
+    """Leaves that share the memory of the model's parameters, and copies of its buffers."""
+    return {
+        s.target: program.tensors[s.target].detach().requires_grad_(s.trainable)
+        if s.kind == "parameter"
+        else program.tensors[s.target].detach().clone()
+        for s in program.state
+    }
+
+
+def _initial_state(program: Program, stages: Sequence[Stage], seed: int) -> dict[str, Tensor]:
+    """The tensors that the stages make for themselves."""
+    trainable = {s.target for s in program.state if s.trainable}
+    made: dict[str, Tensor] = {}
+    for stage in stages:
+        made |= {name: tensor for name, tensor in initialise(stage, seed).items() if name not in made}
+    return {name: tensor.detach().requires_grad_(name in trainable) for name, tensor in made.items()}
+
+
+def _check_initial(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if name in own and not _equal(tensor.detach(), own[name].detach()):
+            raise TraceError(
+                f"the builder gives {name} another initial value each time, or makes it outside torch's generator; "
+                "draw it with torch after torch.manual_seed, or pass the model itself instead of a builder"
+            )
+
+
+def _run_model(module: LossModule, leaves: Sequence[Tensor]) -> _Step:
+    """One step of plain PyTorch; the module's gradients and buffers are as before afterwards."""
+    gradients = [(p, p.grad) for p in module.parameters()]
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    python_state, numpy_state = random.getstate(), _numpy_state()
+    try:
+        with training_mode(module), torch.enable_grad():
+            torch.manual_seed(_SEED)
+            loss = module(*leaves)[0]
+            step = _Step(loss.detach(), cause=_cause(module, loss))
+            if (random.getstate(), _numpy_state()) != (python_state, numpy_state):
+                step.cause = _PYTHON_RANDOM
+            if loss.requires_grad:
+                loss.backward()
+        named = _named_tensors(module)
+        step.gradients = {n: p.grad for n, p in named.items() if isinstance(p, nn.Parameter) and p.grad is not None}
+        step.buffers = {n: b.detach().clone() for n, b in named.items() if not isinstance(b, nn.Parameter)}
+        return step
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _run_stages(
+    program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], leaves: Sequence[Tensor]
+) -> _Step:
+    torch.manual_seed(_SEED)
+    values: dict[str, Any] = {v.name: leaf for v, leaf in zip(program.inputs, leaves, strict=True)}
+    tapes: list[Tape] = []
+    for stage in stages:
+        tapes.append(Tape(Interpreter(stage), state, [values[v.name] for v in stage.inputs]))
+        values |= {v.name: output for v, output in zip(stage.outputs, tapes[-1].outputs, strict=True)}
+    step = _Step(tapes[-1].outputs[0])
+    gradients: dict[str, Tensor | None] | None = None
+    for stage, tape in zip(reversed(stages), reversed(tapes), strict=True):
+        given = None if gradients is None else [gradients.get(v.name) for v in stage.outputs]
+        of_inputs = tape.backward(given)
+        gradients = {v.name: g for v, g in zip(stage.inputs, of_inputs, strict=True)}
+    step.gradients = {n: t.grad for n, t in state.items() if t.grad is not None}
+    step.buffers = {s.target: state[s.target].detach() for s in program.state if s.kind == "buffer"}
+    return step
+
+
+def _compare(
+    program: Program, expected: _Step, actual: _Step, module: LossModule, leaves: Sequence[Tensor]
+) -> Verification:
+    """Raise `TraceError` for the first difference beyond rounding."""
+    if expected.cause == _PYTHON_RANDOM:
+        raise TraceError(f"{expected.cause}. Use torch's random numbers")
+    differences = dict(_differences(program, expected, actual))
+    if not differences:
+        pairs = [(expected.gradients[n], g) for n, g in actual.gradients.items() if n in expected.gradients]
+        largest = max((_relative(a, b) for a, b in pairs), default=0.0)
+        return Verification(largest == 0.0 and _equal(expected.loss, actual.loss), largest)
+    cause = expected.cause or _instability(expected, _run_model(module, leaves))
+    text = next(iter(differences.values()))
+    more = f", and {len(differences) - 1} more differ" if len(differences) > 1 else ""
+    raise TraceError(
+        f"the traced program does not train as the model does: {text}{more}. "
+        f"Likely cause: {cause or _UNKNOWN}. {_REMEDY}"
+    )
+
+
+def _differences(program: Program, expected: _Step, actual: _Step) -> Iterator[tuple[str, str]]:
+    if _differs(expected.loss, actual.loss, 0.0):
+        yield "loss", f"its loss is {float(actual.loss):.6g}, that of the model {float(expected.loss):.6g}"
+    largest = max((float(g.detach().abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
+    ties = program.ties
+    merged = {ties.get(name, name): gradient for name, gradient in expected.gradients.items()}
+    for name in sorted({*merged, *actual.gradients}):
+        wanted, found = merged.get(name), actual.gradients.get(name)
+        if wanted is None or found is None:
+            present = wanted if found is None else found
+            assert present is not None
+            if float(present.detach().abs().max() if present.numel() else 0.0) > _NEGLIGIBLE * largest:
+                yield name, f"{name} has {'no gradient' if found is None else 'a gradient'}, unlike in the model"
+        elif _differs(wanted, found, _NEGLIGIBLE * largest):
+            yield (
+                name,
+                f"the gradient of {name} differs by {float((wanted - found).abs().max()):.3g}, "
+                f"its largest element is {float(wanted.abs().max()):.3g}",
+            )
+    for name, found in actual.buffers.items():
+        wanted = expected.buffers.get(name)
+        if wanted is not None and _differs(wanted, found, 0.0):
+            yield name, f"the buffer {name} has another value after a step"
+
+
+def _differs(wanted: Tensor, found: Tensor, floor: float) -> bool:
+    """Whether two tensors differ by more than rounding, relative to the largest element (at least `floor`)."""
+    if wanted.shape != found.shape:
+        return True
+    if _equal(wanted, found) or not wanted.numel():
+        return False
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return True
+    scale = max(float(wanted.abs().max()), floor, 1e-30)
+    difference = (
+        float((wanted.double() - found.double()).abs().max())
+        if not wanted.is_complex()
+        else float((wanted - found).abs().max())
+    )
+    return not difference <= _TOLERANCE.get(wanted.dtype, 1e-3) * scale
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether all elements are equal, NaN to NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())))
+
+
+def _relative(wanted: Tensor, found: Tensor) -> float:
+    if not wanted.numel() or torch.equal(wanted, found):
+        return 0.0
+    return float((wanted - found).abs().max()) / max(float(wanted.abs().max()), 1e-30)
+
+
+def _instability(first: _Step, second: _Step) -> str:
+    """The cause, if the model itself gives different results for the same microbatch."""
+    if _differs(first.loss, second.loss, 0.0):
+        return "the model gives another result each time: it keeps state, or uses random numbers outside torch"
+    return ""
+
+
+def _cause(module: nn.Module, loss: Tensor) -> str:
+    """A construct in the model that changes gradients without being part of the forward pass."""
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            return f"a backward hook of the module {name.removeprefix('model.') or 'itself'}"
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"a gradient hook of the parameter {name.removeprefix('model.')}"
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            if name == "CheckpointFunction":
+                return "torch.utils.checkpoint with use_reentrant=True; use_reentrant=False works"
+            return f"the autograd function {name}, whose own backward pass is not traced"
+        waiting.extend(following for following, _ in node.next_functions)
+    return ""
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return (kind, np.asarray(keys).tobytes(), *rest)
+
+
+@contextmanager
+def _restored_generators() -> Iterator[None]:
+    """Leave all random generators as they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

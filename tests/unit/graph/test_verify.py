@@ -1,0 +1,196 @@
+"""A program that would train something else than the model is rejected before the first step, with the cause."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import zoo
+from ravnest.errors import TraceError
+from ravnest.graph import trace
+from ravnest.graph.verify import Verification, verify
+
+
+class Round(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Model(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(4, 6), nn.Linear(6, 1), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))  # type: ignore[no-any-return]
+
+
+def doubled(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+    return x.relu()
+
+
+def checkpointed(x: Tensor, *, reentrant: bool) -> Tensor:
+    return checkpoint(torch.tanh, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+
+def batch(size: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(size, 4, generator=generator), torch.randn(size, 1, generator=generator)
+
+
+def verified(model: Any, example: Any = None, loss: Any = nn.functional.mse_loss) -> Verification:
+    example = batch() if example is None else example
+    program = trace(model, loss, example)
+    return verify(program, model, loss, program.feed(example), seed=3)
+
+
+def tripled(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+    return (of_inputs[0] * 3,)
+
+
+def with_module_hook() -> Model:
+    model = Model()
+    model.second.register_full_backward_hook(tripled)
+    return model
+
+
+def with_parameter_hook() -> Model:
+    model = Model()
+    model.first.weight.register_hook(lambda gradient: gradient * 0)  # type: ignore[no-untyped-call]
+    return model
+
+
+REJECTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "straight-through": (lambda: Model(Round.apply), r"first\.(bias|weight).*the autograd function Round"),
+    "reversal": (lambda: Model(Reverse.apply), r"the gradient of first\..*the autograd function Reverse"),
+    "tensor hook": (lambda: Model(doubled), r"the gradient of first\..*a hook on the gradient of a tensor"),
+    "module hook": (with_module_hook, r"a backward hook of the module second"),
+    "parameter hook": (with_parameter_hook, r"first\.weight.*a gradient hook of the parameter first\.weight"),
+    "reentrant checkpoint": (
+        lambda: Model(lambda x: checkpointed(x, reentrant=True)),
+        r"use_reentrant=True; use_reentrant=False works",
+    ),
+    "Python's random": (lambda: Model(lambda x: x * random.random()), "random numbers of Python or NumPy"),
+    "NumPy's random": (lambda: Model(lambda x: x * float(np.random.rand())), "random numbers of Python or NumPy"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about hooks and reentrant checkpoints
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_difference_is_rejected_with_its_cause(name: str) -> None:
+    make, message = REJECTED[name]
+    with pytest.raises(TraceError, match=message):
+        verified(make())
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4))
+        self.count: Tensor
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.layer(x - self.mean)  # type: ignore[no-any-return]
+
+
+def frozen_norm() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+    model[1].eval()
+    return model
+
+
+EXACT: dict[str, Callable[[], nn.Module]] = {
+    "plain": Model,
+    "dropout": lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 1)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)),
+    "frozen batch norm": frozen_norm,
+    "counter": Counter,
+    "checkpoint": lambda: Model(lambda x: checkpointed(x, reentrant=False)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("is_built", [False, True], ids=["instance", "builder"])
+def test_models_are_exact(name: str, is_built: bool) -> None:
+    make = EXACT[name]
+    assert verified(make if is_built else make()).is_exact
+
+
+@pytest.mark.parametrize("case", zoo.all_cases(), ids=lambda case: case.name)
+def test_stock_models_pass(case: zoo.Case) -> None:
+    torch.manual_seed(0)
+    assert verified(case.build(), case.batch(2), case.loss).largest_difference < 1e-4
+
+
+def test_the_model_and_the_generators_are_left_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+    model[0].weight.grad = torch.ones(6, 4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate()
+    verified(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(6, 4))
+    assert model[3].weight.grad is None
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+def test_parts_in_evaluation_mode_stay_in_it() -> None:
+    program = trace(frozen_norm(), nn.functional.mse_loss, batch())
+    norms = [op for op in program.ops if op.op == "aten.batch_norm.default"]
+    assert [op.args[5] for op in norms] == [False]
+    whole = trace(frozen_norm().eval(), nn.functional.mse_loss, batch())
+    assert [op.args[5] for op in whole.ops if op.op == "aten.batch_norm.default"] == [True]
+
+
+def test_a_mixed_mode_is_rejected() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).eval()
+    model[1].train()
+    with pytest.raises(TraceError, match=r"its part 1 is in training mode: call model\.train\(\) first"):
+        trace(model, nn.functional.mse_loss, batch())
+
+
+def test_a_builder_with_other_random_numbers_is_rejected() -> None:
+    def build() -> nn.Module:
+        model = Model()
+        with torch.no_grad():
+            model.first.weight.fill_(random.random())
+        return model
+
+    with pytest.raises(TraceError, match="another initial value each time"):
+        verified(build)
