@@ -1,8 +1,10 @@
-"""Writes one Markdown page of results for each JSON file of a benchmark.
+"""Writes the tables of a results page from the JSON file of its benchmark.
 
-python -m benchmarks.results_pages --json-dir DIR --out docs/results
+python -m benchmarks.NAME --json docs/results/data/NAME.json
+python -m benchmarks.results_pages
 
-A file `DIR/NAME.json`, written by `python -m benchmarks.NAME --json DIR/NAME.json`, becomes the page `NAME.md`.
+Each `docs/results/data/NAME.json` becomes the part of `docs/results/NAME.md` after the line `MARKER`; the text before
+it is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -14,14 +16,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["render_page"]
+__all__ = ["MARKER", "RESULTS", "page_text"]
 
 Row = Mapping[str, Any]
 
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+MARKER = "<!-- what follows is written by benchmarks.results_pages -->"
 
-def render_page(name: str, content: Mapping[str, Any]) -> str:
-    """The page of a benchmark: title, command, checks, and one table for each group of rows with the same columns."""
-    lines = [f"# {content['title']}", "", "```", f"python -m benchmarks.{name} --json FILE", "```"]
+
+def page_text(name: str, page: str, content: Mapping[str, Any]) -> str:
+    """The page with its hand-written part kept and the rest from the benchmark's JSON."""
+    introduction = page.partition(MARKER)[0].rstrip() or f"# {content['title']}"
+    return f"{introduction}\n\n{MARKER}\n\n{_render(name, content)}"
+
+
+def _render(name: str, content: Mapping[str, Any]) -> str:
+    """Command, checks, and one table for each group of rows with the same columns."""
+    lines = ["```", f"python -m benchmarks.{name} --json FILE", "```"]
     if machine := content.get("machine"):
         lines += ["", "Measured with " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "."]
     checks = content["checks"]
@@ -57,15 +68,11 @@ def _cell(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json-dir", type=Path, required=True, metavar="DIR", help="folder with the JSON files")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write the pages to")
-    options = parser.parse_args()
-    paths = sorted(options.json_dir.glob("*.json"))
-    if not paths:
-        parser.error(f"{options.json_dir} contains no JSON file")
-    options.out.mkdir(parents=True, exist_ok=True)
-    for path in paths:
-        (options.out / f"{path.stem}.md").write_text(render_page(path.stem, json.loads(path.read_text())))
+    parser.parse_args()
+    for path in sorted((RESULTS / "data").glob("*.json")):
+        page = RESULTS / f"{path.stem}.md"
+        text = page.read_text() if page.exists() else ""
+        page.write_text(page_text(path.stem, text, json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ class MeasuredCoordinator:
             "present": sum(node.is_present for node in state.nodes.values()),
             "training": phases["training"],
             "forming": phases["forming"],
-            "is_at_rest": not phases["forming"] and not decide(state, coordinator.now_s(), coordinator.policy),
+            "is_settled": not phases["forming"] and not decide(state, coordinator.now_s(), coordinator.policy),
             "plan_s": self._requester.plan_s,
             "leases": msgspec.structs.asdict(counts) | {"is_balanced": counts.is_balanced},
             "next_new": state.leases.next_new,

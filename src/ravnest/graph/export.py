@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from ravnest.errors import TraceError, UnsupportedOp
-from ravnest.graph.ops import ALLOWED, FAMILIES
+from ravnest.graph.ops import ALLOWED, FAMILIES, functional_form
 from ravnest.graph.program import Arg, Op, dtype_name
 
-__all__ = ["FlatGraph", "Ref", "encode_call", "export_flat", "op_name"]
+__all__ = ["FlatGraph", "Ref", "encode_call", "export_flat", "op_name", "without_out"]
 
 _DROPPED = (
     "aten._assert_async.msg", "aten._assert_scalar.default", "aten._assert_tensor_metadata.default",
@@ -159,6 +159,12 @@ class _Flattener:
         name = op_name(target)
         if name in _DROPPED:
             return
+        if name == "aten.sym_numel.default":
+            self._num_elements(node, env, prefix)
+            return
+        if "out" in node.kwargs and (functional := without_out(target)) in ALLOWED:
+            self._call_and_copy(node, functional, env, prefix, no_grad, no_autocast)
+            return
         if name not in ALLOWED and not name.startswith("sym.") and name != "aten.sym_size.int":
             _check_in_place(name, node)
         outs, env[node] = _outs(node, prefix)
@@ -167,6 +173,35 @@ class _Flattener:
         args, kwargs = encode_call(_substitute(node.args, env), _substitute(node.kwargs, env), source_of(node))
         self.flat.ops.append(Op(name, outs, args, kwargs, no_grad=no_grad, no_autocast=no_autocast))
         self.flat.sources.append(source_of(node))
+
+    def _num_elements(self, node: Node, env: dict[Node, Any], prefix: str) -> None:
+        """The number of elements of a tensor, as the product of its sizes."""
+        tensor, source, total = _substitute(node.args[0], env), source_of(node), ""
+        for dim in range(node.args[0].meta["val"].dim()):  # type: ignore[union-attr]
+            size = f"{prefix}{node.name}.size{dim}"
+            self.flat.ops.append(Op("aten.sym_size.int", (size,), (str(tensor), dim)))
+            self.flat.sources.append(source)
+            if total:
+                product = f"{prefix}{node.name}.product{dim}"
+                self.flat.ops.append(Op("sym.mul", (product,), ("%" + total, "%" + size)))
+                self.flat.sources.append(source)
+                size = product
+            total = size
+        env[node] = Ref("%" + total) if total else 1
+
+    def _call_and_copy(
+        self, node: Node, name: str, env: dict[Node, Any], prefix: str, no_grad: bool, no_autocast: bool
+    ) -> None:
+        """An op that writes its result to `out`: the op itself, and a copy."""
+        source, result, fresh = source_of(node), prefix + node.name, f"{prefix}{node.name}.value"
+        others = {key: arg for key, arg in node.kwargs.items() if key != "out"}
+        args, kwargs = encode_call(_substitute(node.args, env), _substitute(others, env), source)
+        target = _substitute(node.kwargs["out"], env)
+        self.flat.ops.append(Op(name, (fresh,), args, kwargs, no_grad=no_grad, no_autocast=no_autocast))
+        self.flat.ops.append(Op("aten.copy_.default", (result,), (str(target), "%" + fresh), no_grad=no_grad))
+        self.flat.dtypes[fresh] = self.flat.dtypes[result] = dtype_name(node.meta["val"].dtype)
+        self.flat.sources += [source, source]
+        env[node] = Ref("%" + result)
 
     def _inline(self, node: Node, env: dict[Node, Any], prefix: str, no_grad: bool, no_autocast: bool) -> Any:
         name = str(node.target)
@@ -226,10 +261,20 @@ def op_name(target: Any) -> str:
     return f"python.{getattr(target, '__name__', target)}"
 
 
+def without_out(target: Any) -> str:
+    """The name of the same op without its argument `out`."""
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    packet = target.overloadpacket
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted:
+            return op_name(candidate)
+    return ""
+
+
 def _check_in_place(name: str, node: Node) -> None:
     """Reject an op that is not allowed, unless it is the in-place form of one that is."""
-    parts = name.split(".")
-    if len(parts) == 3 and parts[1].endswith("_") and f"aten.{parts[1][:-1]}.{parts[2]}" in ALLOWED:
+    if functional_form(name) is not None:
         return
     raise UnsupportedOp(
         f"{source_of(node)} calls {name}, which is not on the list of allowed operations "

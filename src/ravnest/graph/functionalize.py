@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ravnest.errors import TraceError
 from ravnest.graph.export import FlatGraph
-from ravnest.graph.ops import ALLOWED, SYM, is_random, schema_of, writes_statistics
+from ravnest.graph.ops import ALLOWED, SYM, functional_form, is_random, schema_of, writes_statistics
 from ravnest.graph.program import Op, map_refs, refs
 
 __all__ = ["FunctionalGraph", "functionalize"]
@@ -143,9 +143,8 @@ def _written(op: Op) -> str | None:
 
 def _functional_form(op: Op) -> Op | None:
     """The functional form of an in-place op, if a stage may use it."""
-    _, name, overload = op.op.split(".")
-    functional = f"aten.{name[:-1]}.{overload}"
-    if functional not in ALLOWED:
+    functional = functional_form(op.op)
+    if functional is None:
         return None
     return Op(functional, op.outs, op.args, op.kwargs, no_grad=op.no_grad, no_autocast=op.no_autocast)
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ravnest.errors import TraceError
-from ravnest.graph.export import Ref, encode_call, op_name
+from ravnest.graph.export import Ref, encode_call, op_name, without_out
 from ravnest.graph.ops import INIT_ALLOWED, LITERAL, LITERAL_LIMIT, TRUNC_NORMAL, is_random
 from ravnest.graph.program import Draw, Init, Op, dtype_name, map_refs, refs, storage_id
 
@@ -61,10 +61,20 @@ class InitLog:
         self.literals[name] = tensor
         self._append(Op(LITERAL, (name,)), fake, [], [fake])
 
+    def constant(self, tensor: Tensor) -> None:
+        """Record a tensor that the builder did not make, if its values are known."""
+        if _key(tensor) not in self.names:
+            value = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+            if value is not None:
+                self.literal(value, tensor)
+
     def call(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         outs = result if isinstance(result, list | tuple) else (result,)
         if not any(isinstance(o, Tensor) for o in outs):
             return  # a query, such as a tensor's device
+        if "out" in kwargs:
+            self._call_and_copy(func, args, kwargs)
+            return
         reads = list(_tensors((args, kwargs)))
         changed = [args[0]] if func._schema.is_mutable else []
         name = op_name(func)
@@ -78,6 +88,15 @@ class InitLog:
         produced = [o for o in outs if isinstance(o, Tensor)]
         out_names = ("",) * len(outs) if changed else tuple(self.name(o) for o in produced)
         self._append(Op(name, out_names, coded_args, coded_kwargs), outs[0], reads, [*changed, *produced])
+
+    def _call_and_copy(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Record an op that writes its result to `out`: as the op itself, and a copy."""
+        out, others = kwargs["out"], {key: arg for key, arg in kwargs.items() if key != "out"}
+        fresh, name = f"i{len(self.names)}.{len(self.steps)}", without_out(func)
+        coded_args, coded_kwargs = encode_call(_named(args, self), _named(others, self), "the builder")
+        self._append(Op(name, (fresh,), coded_args, coded_kwargs), out, list(_tensors((args, others))), [out])
+        copy = Op("aten.copy_.default", ("",), ("%" + self.name(out), "%" + fresh))
+        self._append(copy, out, [out], [out])
 
     def special(self, op: Op, tensor: Tensor) -> None:
         """Record an op of Ravnest's own that writes to a tensor."""
@@ -166,6 +185,11 @@ def record(builder: Callable[[], nn.Module], fake: FakeTensorMode) -> tuple[nn.M
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's builder
+        if "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error):
+            raise TraceError(
+                "the builder uses lazy modules, whose sizes are not known before the first batch: give the sizes, or "
+                "pass the model itself instead of a builder"
+            ) from error
         raise TraceError(
             f"the builder failed on fake tensors: {type(error).__name__}: {str(error)[:400]}\n"
             "Do not read values of tensors while building, or pass the model itself instead of a builder."

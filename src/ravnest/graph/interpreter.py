@@ -331,7 +331,10 @@ def _evaluation_ops(stage: Stage) -> tuple[Op, ...]:
         if on_buffer and ALLOWED.get(op.op) == "writes":
             ops.append(Op("aten.alias.default", op.outs, (first,), no_grad=True))
         else:
-            ops.append(with_arguments(op, dict(eval_arguments(op.op))))
+            changed = dict(eval_arguments(op.op))
+            if op.op == "aten.instance_norm.default" and op.args[3] is not None:
+                changed["use_input_stats"] = False  # it has running statistics
+            ops.append(with_arguments(op, changed))
     return tuple(ops)
 
 

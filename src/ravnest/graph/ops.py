@@ -1,7 +1,8 @@
 """The allow-list of operations in a stage, and the reason for each family.
 
 Everything here computes new tensors from its arguments and nothing else: no files, no storage, no other
-devices, no uninitialised memory, no sizes that depend on data, no custom namespaces, no private operations.
+devices, no uninitialised memory, no sizes that depend on data, no custom namespaces. The few private operations are
+the only form of a public function of torch.
 Any other operation is rejected. To propose one, add it to the family whose reason covers it (CONTRIBUTING.md lists
 the checks of the tests).
 
@@ -33,6 +34,8 @@ __all__ = [
     "resolve",
     "schema_of",
     "eval_arguments",
+    "functional_form",
+    "overload_of",
     "writes_statistics",
 ]
 
@@ -46,118 +49,201 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "views": Family(
         "Views of the same elements; torch checks sizes against the tensor.",
-        """alias.default broadcast_tensors.default chunk.default contiguous.default detach.default
-        diagonal.default expand.default expand_as.default flatten.using_ints movedim.int movedim.intlist
-        narrow.default permute.default reshape.default reshape_as.default select.int slice.Tensor
-        split.Tensor split.sizes split_with_sizes.default squeeze.default squeeze.dim squeeze.dims
-        swapaxes.default t.default transpose.int type_as.default unbind.int unflatten.int unsqueeze.default
-        view.default view.dtype view_as.default""",
+        """adjoint.default alias.default broadcast_tensors.default chunk.default contiguous.default
+        detach.default diagonal.default dsplit.array dsplit.int expand.default expand_as.default
+        flatten.using_ints hsplit.array hsplit.int imag.default matrix_H.default mH.default moveaxis.int
+        moveaxis.intlist movedim.int movedim.intlist mT.default narrow.default numpy_T.default
+        permute.default positive.default ravel.default real.default reshape.default reshape_as.default
+        select.int slice.Tensor split.sizes split.Tensor split_with_sizes.default squeeze.default
+        squeeze.dim squeeze.dims swapaxes.default swapdims.default t.default tensor_split.indices
+        tensor_split.sections transpose.int type_as.default unbind.int unflatten.int unfold.default
+        unsqueeze.default view.default view.dtype view_as.default view_as_complex.default
+        view_as_real.default vsplit.array vsplit.int""",
         cheap=True,
     ),
     "conversions": Family(
         "A copy in another dtype or memory format, always on the interpreter's device.",
-        "clone.default lift_fresh_copy.default to.device to.dtype to.dtype_layout to.other",
+        """clone.default conj.default conj_physical.default lift_fresh_copy.default resolve_conj.default
+        resolve_neg.default to.device to.dtype to.dtype_layout to.other""",
         cheap=True,
     ),
     "creation": Family(
         "Tensors from constants. Their size is checked before memory is allocated; none are uninitialised.",
-        """arange.default arange.start arange.start_step eye.default eye.m full.default full_like.default
-        linspace.default new_full.default new_ones.default new_zeros.default ones.default ones_like.default
-        scalar_tensor.default zeros.default zeros_like.default""",
+        """arange.default arange.start arange.start_step bartlett_window.default bartlett_window.periodic
+        blackman_window.default blackman_window.periodic eye.default eye.m fft_fftfreq.default
+        fft_rfftfreq.default full.default full_like.default hamming_window.default hamming_window.periodic
+        hamming_window.periodic_alpha hamming_window.periodic_alpha_beta hann_window.default
+        hann_window.periodic kaiser_window.beta kaiser_window.default kaiser_window.periodic
+        linspace.default logspace.default new_full.default new_ones.default new_zeros.default ones.default
+        ones_like.default scalar_tensor.default tril_indices.default triu_indices.default zeros.default
+        zeros_like.default""",
         cheap=True,
     ),
     "joining": Family(
         "Elements of several tensors, or repeats of one, joined in a new tensor.",
-        """cat.default hstack.default vstack.default stack.default repeat.default tile.default
-        repeat_interleave.self_int roll.default flip.default constant_pad_nd.default pad.default tril.default
-        triu.default meshgrid.default meshgrid.indexing broadcast_to.default""",
+        """block_diag.default broadcast_to.default cat.default channel_shuffle.default column_stack.default
+        concat.default concatenate.default constant_pad_nd.default diag.default diag_embed.default
+        diagflat.default dstack.default flip.default fliplr.default flipud.default hstack.default
+        kron.default meshgrid.default meshgrid.indexing pad.default reflection_pad1d.default
+        reflection_pad2d.default reflection_pad3d.default repeat.default repeat_interleave.self_int
+        replication_pad1d.default replication_pad2d.default replication_pad3d.default roll.default
+        rot90.default row_stack.default stack.default tile.default tril.default triu.default
+        vstack.default""",
         cheap=True,
     ),
     "arithmetic": Family(
         "Elementwise arithmetic.",
-        """abs.default add.Scalar add.Tensor addcdiv.default addcmul.default ceil.default clamp.Tensor
-        clamp.default clamp_max.default clamp_min.default cos.default cosh.default cumsum.default
-        deg2rad.default div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode erf.default erfc.default
-        erfinv.default exp.default exp2.default expm1.default floor.default floor_divide.default
-        floor_divide.Scalar fmod.Scalar fmod.Tensor frac.default hypot.default lerp.Scalar lerp.Tensor
-        lgamma.default log.default log10.default log1p.default log2.default logaddexp.default
-        maximum.default minimum.default max.other min.other mul.Scalar mul.Tensor nan_to_num.default
-        neg.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal.default remainder.Scalar
-        remainder.Tensor round.default rsqrt.default rsub.Scalar rsub.Tensor sgn.default sigmoid.default
-        sign.default sin.default sinc.default sinh.default sqrt.default square.default sub.Scalar sub.Tensor
-        tan.default tanh.default asin.default acos.default atan.default atan2.default true_divide.Tensor
-        trunc.default xlogy.Tensor""",
+        """abs.default absolute.default acos.default acosh.default add.Scalar add.Tensor addcdiv.default
+        addcmul.default angle.default arccos.default arccosh.default arcsin.default arcsinh.default
+        arctan.default arctan2.default arctanh.default asin.default asinh.default atan.default
+        atan2.default atanh.default bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar
+        bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar ceil.default clamp.default
+        clamp.Tensor clamp_max.default clamp_max.Tensor clamp_min.default clamp_min.Tensor clip.default
+        clip.Tensor complex.default copysign.Scalar copysign.Tensor cos.default cosh.default cross.default
+        cumsum.default deg2rad.default diff.default digamma.default div.Scalar div.Scalar_mode div.Tensor
+        div.Tensor_mode divide.Scalar divide.Scalar_mode divide.Tensor divide.Tensor_mode erf.default
+        erfc.default erfinv.default exp.default exp2.default expm1.default fix.default float_power.Scalar
+        float_power.Tensor_Scalar float_power.Tensor_Tensor floor.default floor_divide.default
+        floor_divide.Scalar fmax.default fmin.default fmod.Scalar fmod.Tensor frac.default gcd.default
+        heaviside.default hypot.default i0.default lcm.default ldexp.Tensor lerp.Scalar lerp.Tensor
+        lgamma.default linalg_cross.default log.default log10.default log1p.default log2.default
+        logaddexp.default logaddexp2.default logit.default max.other maximum.default min.other
+        minimum.default mul.Scalar mul.Tensor multiply.Scalar multiply.Tensor nan_to_num.default
+        neg.default negative.default polar.default polygamma.default pow.Scalar pow.Tensor_Scalar
+        pow.Tensor_Tensor rad2deg.default reciprocal.default remainder.Scalar remainder.Scalar_Tensor
+        remainder.Tensor renorm.default round.decimals round.default rsqrt.default rsub.Scalar rsub.Tensor
+        sgn.default sigmoid.default sign.default signbit.default sin.default sinc.default sinh.default
+        special_digamma.default special_entr.default special_erf.default special_erfc.default
+        special_erfcx.default special_erfinv.default special_exp2.default special_expit.default
+        special_expm1.default special_gammaln.default special_i0.default special_i0e.default
+        special_i1.default special_i1e.default special_log1p.default special_log_ndtr.default
+        special_logit.default special_ndtr.default special_ndtri.default special_polygamma.default
+        special_psi.default special_round.default special_sinc.default special_xlog1py.default
+        special_xlogy.default sqrt.default square.default sub.Scalar sub.Tensor subtract.Scalar
+        subtract.Tensor tan.default tanh.default true_divide.Scalar true_divide.Tensor trunc.default
+        xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor""",
         cheap=True,
     ),
     "logic": Family(
         "Comparisons and bitwise operations, as used for masks.",
-        """all.default all.dim any.default any.dim bitwise_and.Scalar bitwise_and.Tensor bitwise_not.default
-        bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor eq.Scalar eq.Tensor ge.Scalar ge.Tensor
-        gt.Scalar gt.Tensor isfinite.default isinf.default isnan.default le.Scalar le.Tensor
-        logical_and.default logical_not.default logical_or.default logical_xor.default lt.Scalar lt.Tensor
-        masked_fill.Scalar masked_fill.Tensor ne.Scalar ne.Tensor where.self where.Scalar where.ScalarOther
-        where.ScalarSelf""",
+        """all.default all.dim all.dims any.default any.dim any.dims bitwise_and.Scalar
+        bitwise_and.Scalar_Tensor bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar
+        bitwise_or.Scalar_Tensor bitwise_or.Tensor bitwise_xor.Scalar bitwise_xor.Scalar_Tensor
+        bitwise_xor.Tensor eq.Scalar eq.Tensor ge.Scalar ge.Tensor greater.Scalar greater.Tensor
+        greater_equal.Scalar greater_equal.Tensor gt.Scalar gt.Tensor isclose.default isfinite.default
+        isin.Scalar_Tensor isin.Tensor_Scalar isin.Tensor_Tensor isinf.default isnan.default
+        isneginf.default isposinf.default isreal.default le.Scalar le.Tensor less.Scalar less.Tensor
+        less_equal.Scalar less_equal.Tensor logical_and.default logical_not.default logical_or.default
+        logical_xor.default lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor ne.Scalar ne.Tensor
+        not_equal.Scalar not_equal.Tensor where.Scalar where.ScalarOther where.ScalarSelf where.self""",
         cheap=True,
     ),
     "indexing": Family(
         "Elements read or written by index; torch rejects an index out of range.",
-        """embedding.default gather.default index.Tensor index_add.default index_copy.default
-        index_put.default index_select.default one_hot.default scatter.src scatter.value scatter_add.default
-        select_scatter.default slice_scatter.default take_along_dim.default masked_scatter.default""",
+        """bucketize.Scalar bucketize.Tensor diagonal_scatter.default embedding.default embedding_bag.default
+        embedding_bag.padding_idx gather.default histc.default index.Tensor index_add.default
+        index_copy.default index_fill.int_Scalar index_fill.int_Tensor index_put.default
+        index_reduce.default index_select.default masked_scatter.default one_hot.default put.default
+        scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add.default
+        scatter_reduce.two searchsorted.Scalar searchsorted.Tensor select_scatter.default
+        slice_scatter.default take.default take_along_dim.default""",
     ),
     "reductions": Family(
         "Sums, means, extremes, norms and sorts over whole dimensions.",
-        """amax.default amin.default argmax.default argmin.default argsort.default cummax.default
-        cumprod.default linalg_norm.default linalg_vector_norm.default logsumexp.default max.default max.dim
-        mean.default mean.dim median.dim min.default min.dim norm.ScalarOpt_dim norm.Scalar prod.default
-        prod.dim_int sort.default std.correction std.default std.dim sum.default sum.dim_IntList topk.default
-        var.correction var.default var.dim var_mean.correction""",
+        """amax.default amin.default aminmax.default argmax.default argmin.default argsort.default
+        argsort.stable corrcoef.default count_nonzero.default count_nonzero.dim_IntList cov.default
+        cummax.default cummin.default cumprod.default cumulative_trapezoid.dx dist.default
+        frobenius_norm.dim kthvalue.default linalg_matrix_norm.default linalg_matrix_norm.str_ord
+        linalg_norm.default linalg_norm.ord_str linalg_vector_norm.default logcumsumexp.default
+        logsumexp.default max.default max.dim mean.default mean.dim median.default median.dim min.default
+        min.dim mode.default msort.default nanmean.default nanmedian.default nanmedian.dim
+        nanquantile.default nanquantile.scalar nansum.default norm.Scalar norm.ScalarOpt_dim
+        norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype nuclear_norm.default prod.default prod.dim_int
+        quantile.default quantile.scalar sort.default sort.stable special_logsumexp.default std.correction
+        std.default std.dim std_mean.correction std_mean.default std_mean.dim sum.default sum.dim_IntList
+        topk.default trace.default trapezoid.dx var.correction var.default var.dim var_mean.correction
+        var_mean.default var_mean.dim""",
     ),
     "products": Family(
         "Matrix products and attention, most of the computation.",
-        """addbmm.default addmm.default baddbmm.default bilinear.default bmm.default dot.default
-        einsum.default linear.default matmul.default mm.default mv.default outer.default
-        scaled_dot_product_attention.default tensordot.default cdist.default""",
+        """_grouped_mm.default addbmm.default addmm.default addmv.default addr.default baddbmm.default
+        bilinear.default bmm.default cdist.default chain_matmul.default dot.default einsum.default
+        ger.default inner.default linalg_matmul.default linalg_matrix_power.default
+        linalg_multi_dot.default linalg_vecdot.default linear.default matmul.default matrix_power.default
+        mm.default mv.default outer.default scaled_dot_product_attention.default tensordot.default
+        vdot.default""",
+    ),
+    "factorisations": Family(
+        "Inverses, factorisations and solutions of systems of small matrices.",
+        """cholesky.default cholesky_inverse.default cholesky_solve.default det.default inverse.default
+        linalg_cholesky.default linalg_cholesky_ex.default linalg_det.default linalg_eigh.default
+        linalg_eigvalsh.default linalg_householder_product.default linalg_inv.default
+        linalg_inv_ex.default linalg_lu.default linalg_matrix_exp.default linalg_pinv.atol_rtol_float
+        linalg_pinv.default linalg_qr.default linalg_slogdet.default linalg_solve.default
+        linalg_solve_triangular.default linalg_svd.default linalg_svdvals.default logdet.default
+        matrix_exp.default pinverse.default qr.default slogdet.default svd.default
+        triangular_solve.default""",
+    ),
+    "transforms": Family(
+        "Fourier transforms; complex tensors are pairs of real numbers.",
+        """fft_fft.default fft_fft2.default fft_fftn.default fft_fftshift.default fft_hfft.default
+        fft_ifft.default fft_ifft2.default fft_ifftn.default fft_ifftshift.default fft_ihfft.default
+        fft_irfft.default fft_irfft2.default fft_irfftn.default fft_rfft.default fft_rfft2.default
+        fft_rfftn.default istft.default stft.center stft.default""",
     ),
     "convolutions": Family(
         "Convolutions, pooling and resampling of images, sequences and volumes.",
-        """adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default
-        adaptive_max_pool2d.default avg_pool1d.default avg_pool2d.default avg_pool3d.default conv1d.default
-        conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding
-        conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input max_pool1d.default
-        max_pool2d.default max_pool2d_with_indices.default max_pool3d.default pixel_shuffle.default
-        pixel_unshuffle.default upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_linear1d.vec
-        upsample_nearest1d.vec upsample_nearest2d.vec im2col.default col2im.default""",
+        """_upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec
+        _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec adaptive_avg_pool1d.default
+        adaptive_avg_pool2d.default adaptive_avg_pool3d.default adaptive_max_pool1d.default
+        adaptive_max_pool2d.default adaptive_max_pool3d.default affine_grid_generator.default
+        avg_pool1d.default avg_pool2d.default avg_pool3d.default col2im.default conv1d.default
+        conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding conv_tbc.default
+        conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input convolution.default
+        grid_sampler.default grid_sampler_2d.default grid_sampler_3d.default im2col.default
+        max_pool1d.default max_pool1d_with_indices.default max_pool2d.default
+        max_pool2d_with_indices.default max_pool3d.default max_pool3d_with_indices.default
+        max_unpool2d.default max_unpool3d.default pixel_shuffle.default pixel_unshuffle.default
+        upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec
+        upsample_nearest2d.vec upsample_nearest3d.vec upsample_trilinear3d.vec""",
     ),
     "activations": Family(
         "The non-linearities between layers.",
-        """celu.default elu.default gelu.default glu.default hardsigmoid.default hardswish.default
-        hardtanh.default leaky_relu.default log_sigmoid.default log_softmax.int mish.default prelu.default
-        relu.default relu6.default rrelu.default selu.default silu.default softmax.int softplus.default
-        softshrink.default threshold.default""",
+        """celu.default elu.default gelu.default glu.default hardshrink.default hardsigmoid.default
+        hardswish.default hardtanh.default leaky_relu.default log_sigmoid.default log_softmax.int
+        mish.default prelu.default relu.default relu6.default rrelu.default selu.default silu.default
+        softmax.int softplus.default softshrink.default threshold.default""",
     ),
     "normalisation": Family(
         "Normalisation layers; batch and instance norm write only their own running statistics.",
-        """batch_norm.default group_norm.default instance_norm.default layer_norm.default rms_norm.default
-        cosine_similarity.default""",
+        """_weight_norm.default batch_norm.default cosine_similarity.default group_norm.default
+        instance_norm.default layer_norm.default native_group_norm.default native_layer_norm.default
+        pairwise_distance.default rms_norm.default""",
     ),
     "randomness": Family(
         "Random numbers from the interpreter's own generator.",
-        """alpha_dropout.default bernoulli.default bernoulli.p dropout.default feature_dropout.default
-        rand.default rand_like.default randint.default randint.low randn.default randn_like.default
-        normal_functional.default""",
+        """alpha_dropout.default bernoulli.default bernoulli.p bernoulli.Tensor cauchy.default
+        dropout.default exponential.default feature_alpha_dropout.default feature_dropout.default
+        geometric.default log_normal.default multinomial.default native_dropout.default normal.float_float
+        normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor normal_functional.default
+        poisson.default rand.default rand_like.default randint.default randint.low randint_like.default
+        randint_like.low_dtype randn.default randn_like.default random.default random.from random.to
+        randperm.default uniform.default""",
     ),
     "losses": Family(
         "Loss functions that torch implements as one operation.",
-        """binary_cross_entropy.default binary_cross_entropy_with_logits.default cosine_embedding_loss.default
-        cross_entropy_loss.default hinge_embedding_loss.default huber_loss.default kl_div.default
-        l1_loss.default margin_ranking_loss.default mse_loss.default nll_loss.default nll_loss2d.default
-        nll_loss_nd.default poisson_nll_loss.default smooth_l1_loss.default soft_margin_loss.default
+        """binary_cross_entropy.default binary_cross_entropy_with_logits.default
+        cosine_embedding_loss.default cross_entropy_loss.default ctc_loss.IntList ctc_loss.Tensor
+        hinge_embedding_loss.default huber_loss.default kl_div.default l1_loss.default
+        margin_ranking_loss.default mse_loss.default multi_margin_loss.default
+        multilabel_margin_loss.default nll_loss.default nll_loss2d.default nll_loss_nd.default
+        poisson_nll_loss.default smooth_l1_loss.default soft_margin_loss.default
         triplet_margin_loss.default""",
     ),
     "recurrence": Family(
         "Whole recurrent layers; their weights are ordinary parameters.",
-        "gru.input gru_cell.default lstm.input lstm_cell.default rnn_relu.input rnn_tanh.input",
+        """gru.input gru_cell.default lstm.input lstm_cell.default rnn_relu.input rnn_relu_cell.default
+        rnn_tanh.input rnn_tanh_cell.default""",
     ),
     "writes": Family(
         "In-place forms, kept where the model writes into a view of a tensor or into its own buffer.",
@@ -177,7 +263,7 @@ _INIT_ONLY = """abs_.default add_.Scalar add_.Tensor bernoulli_.float clamp_.def
 
 ALLOWED: dict[str, str] = {f"aten.{op}": family for family, entry in FAMILIES.items() for op in entry.ops.split()}
 _INIT_FAMILIES = ("views", "conversions", "creation", "joining", "arithmetic", "logic", "indexing", "reductions",
-                  "products", "randomness")  # fmt: skip
+                  "factorisations", "products", "randomness")  # fmt: skip
 INIT_ALLOWED: dict[str, str] = {
     **{op: family for op, family in ALLOWED.items() if family in _INIT_FAMILIES},
     **{f"aten.{op}": "initialisation" for op in _INIT_ONLY.split()},
@@ -223,9 +309,72 @@ def resolve(name: str) -> Callable[..., Any]:
     if name == TRUNC_NORMAL:
         return torch.nn.init.trunc_normal_
     assert name in ALLOWED or name in INIT_ALLOWED, name
+    return _GUARDED.get(name) or overload_of(name)
+
+
+def overload_of(name: str) -> Any:
+    """The torch operation of an aten op."""
     _, op, overload = name.split(".")
-    function: Callable[..., Any] = getattr(getattr(torch.ops.aten, op), overload)
-    return function
+    return getattr(getattr(torch.ops.aten, op), overload)
+
+
+def _ctc_loss(log_probabilities: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch reads beyond the classes if a target is out of range."""
+    if _has_values(targets):
+        _check_range(targets, log_probabilities.shape[-1], "CTC target")
+    kind = torch.ops.aten.ctc_loss.Tensor if isinstance(args[0], torch.Tensor) else torch.ops.aten.ctc_loss.IntList
+    loss: torch.Tensor = kind(log_probabilities, targets, *args, **kwargs)
+    return loss
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch takes the ends of the groups as they are."""
+    if isinstance(offsets, torch.Tensor) and _has_values(offsets):
+        _check_range(offsets, max(*a.shape[-2:], b.shape[-1]) + 1, "end of a group")
+        if offsets.numel() > 1 and bool((offsets.diff() < 0).any()):
+            raise IndexError("the ends of groups must not decrease")
+    product: torch.Tensor = torch.ops.aten._grouped_mm.default(a, b, offsets, *args, **kwargs)
+    return product
+
+
+def _diff(tensor: torch.Tensor, n: int = 1, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Each of the n differences is another pass."""
+    if n > _MAX_DIFFERENCES:
+        raise ValueError(f"diff must have n <= {_MAX_DIFFERENCES}, got {n}")
+    return torch.ops.aten.diff.default(tensor, n, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements that can be read: not one of a dry run or a trace."""
+    return tensor.device.type != "meta" and type(tensor) is torch.Tensor and tensor.numel() > 0
+
+
+def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
+    low, high = (int(bound) for bound in indices.aminmax())
+    if low < 0 or high >= size:
+        raise IndexError(f"{what} is out of range: {low if low < 0 else high}, expected 0 to {size - 1}")
+
+
+_MAX_DIFFERENCES = 16
+_GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their arguments
+    "aten.ctc_loss.IntList": _ctc_loss,
+    "aten.ctc_loss.Tensor": _ctc_loss,
+    "aten._grouped_mm.default": _grouped_mm,
+    "aten.diff.default": _diff,
+}
+_FUNCTIONAL = {  # in-place op -> its functional form, where their names differ
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+    "aten.normal_.default": "aten.normal_functional.default",
+}
+
+
+def functional_form(name: str) -> str | None:
+    """The functional form of an in-place op, if it is allowed."""
+    parts = name.split(".")
+    if len(parts) != 3 or not parts[1].endswith("_") or parts[1].endswith("__"):
+        return None
+    found = _FUNCTIONAL.get(name, f"aten.{parts[1][:-1]}.{parts[2]}")
+    return found if found in ALLOWED else None
 
 
 def _literal(numbers: list[Any], dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
@@ -242,7 +391,7 @@ def schema_of(name: str) -> torch.FunctionSchema:
     if name == "aten.sym_size.int":
         schema: torch.FunctionSchema = torch.ops.aten.sym_size.int._schema
         return schema
-    return resolve(name)._schema  # type: ignore[attr-defined, no-any-return]
+    return overload_of(name)._schema  # type: ignore[no-any-return]
 
 
 # op -> the arguments that depend on training mode, with their values in evaluation
@@ -250,6 +399,8 @@ _EVAL_ARGUMENTS: dict[str, tuple[tuple[str, object], ...]] = {
     "aten.dropout.default": (("train", False),),
     "aten.feature_dropout.default": (("train", False),),
     "aten.alpha_dropout.default": (("train", False),),
+    "aten.feature_alpha_dropout.default": (("train", False),),
+    "aten.native_dropout.default": (("train", False),),
     "aten.rrelu.default": (("training", False),),
     "aten.batch_norm.default": (("training", False),),
     "aten.scaled_dot_product_attention.default": (("dropout_p", 0.0),),
@@ -293,7 +444,7 @@ def is_random(name: str) -> bool:
     """Whether the op draws from the random generator."""
     if name == TRUNC_NORMAL:
         return True
-    return name.startswith("aten.") and name != "aten.sym_size.int" and _RANDOM in resolve(name).tags  # type: ignore[attr-defined]
+    return name.startswith("aten.") and name != "aten.sym_size.int" and _RANDOM in overload_of(name).tags
 
 
 _RANDOM = torch.Tag.nondeterministic_seeded

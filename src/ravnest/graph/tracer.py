@@ -179,6 +179,7 @@ def trace(
     module, log = _build(model, fake)
     labels: list[tuple[str, ...]] = []
     loss_module = LossModule(module, loss, structure, labels.append)
+    _initialise_lazy(loss_module, [leaf for _, leaf in leaves])
     size = batch_size_of(leaves)
     with fake if log else nullcontext():
         examples = example_tensors(leaves, max(2, size) if dynamic_batch else size)
@@ -186,9 +187,19 @@ def trace(
     with training_mode(loss_module):
         flat = export_flat(loss_module, examples, [_dynamic(v) for v in inputs])
     collected = collect_state(loss_module, flat)
+    if log is not None:
+        for tensor in collected.tensors.values():
+            log.constant(tensor)  # literals of the forward pass, and tensors of the loss
     graph = _functional_graph(flat, collected)
     feed = BatchLayout(structure, loss is not None, inputs)
     return _assemble(flat, graph, collected, feed, labels[-1], log)
+
+
+def _initialise_lazy(module: LossModule, leaves: Sequence[Tensor]) -> None:
+    """Let lazy modules take their sizes from the first batch, as in their first forward pass."""
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        with training_mode(module), torch.no_grad():
+            module(*leaves)
 
 
 def _build(model: Any, fake: FakeTensorMode) -> tuple[nn.Module, InitLog | None]:

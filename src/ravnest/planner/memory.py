@@ -25,8 +25,9 @@ from ravnest.core.units import format_bytes
 
 __all__ = ["MemoryModel", "StageShare", "StageMemory", "stage_memory"]
 
-# Resident memory of a worker without a stage: 355 to 365 MB with torch 2.13, by `benchmarks.planner.prediction`.
-_BASE_BYTES = 360_000_000
+# Resident memory of a worker without a stage, with torch 2.13: 38 MB less than the 355 to 365 MB that
+# `benchmarks.planner.prediction` measured before workers did without torch's compiler (`benchmarks.local_runs`).
+_BASE_BYTES = 322_000_000
 
 
 @config

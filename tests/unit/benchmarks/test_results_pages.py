@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Report
-from benchmarks.results_pages import main, render_page
+from benchmarks.results_pages import MARKER, RESULTS, page_text
 
 CONTENT = {
     "title": "graph: a model in three stages",
@@ -24,8 +22,10 @@ CONTENT = {
         {"name": "step time / eager", "value": 1.0312, "target": "<= 1.03", "ok": False},
     ],
 }
-PAGE = """\
+PAGE = f"""\
 # graph: a model in three stages
+
+{MARKER}
 
 ```
 python -m benchmarks.graph --json FILE
@@ -55,23 +55,17 @@ Measured with cpu x86_64, torch 2.13.0.
 """
 
 
-def test_a_page() -> None:
-    assert render_page("graph", CONTENT) == PAGE
+def test_a_new_page_has_the_title() -> None:
+    assert page_text("graph", "", CONTENT) == PAGE
 
 
-def test_a_page_without_checks_and_rows() -> None:
-    page = render_page("wan", {"title": "wan", "rows": [], "checks": []})
-    assert page == "# wan\n\n```\npython -m benchmarks.wan --json FILE\n```\n"
+def test_the_text_before_the_marker_is_kept() -> None:
+    first = page_text("graph", "# My title\n\nMy words.\n", CONTENT)
+    assert first == PAGE.replace("# graph: a model in three stages", "# My title\n\nMy words.")
+    assert page_text("graph", first, CONTENT) == first
 
 
-def test_one_page_for_each_file_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = Report("planner", rows=[{"machines": 10}])
-    report.check("seconds", 0.5, "<= 1")
-    report.finish(tmp_path / "planner.json")
-    (tmp_path / "graph.json").write_text(json.dumps(CONTENT))
-    out = tmp_path / "docs" / "results"
-    monkeypatch.setattr(sys, "argv", ["results_pages", "--json-dir", str(tmp_path), "--out", str(out)])
-    main()
-    assert sorted(path.name for path in out.iterdir()) == ["graph.md", "planner.md"]
-    assert (out / "graph.md").read_text() == PAGE
-    assert "| seconds | 0.5 | <= 1 | yes |" in (out / "planner.md").read_text()
+@pytest.mark.parametrize("path", sorted((RESULTS / "data").glob("*.json")), ids=lambda path: path.stem)
+def test_the_pages_show_the_newest_results(path: Path) -> None:
+    page = RESULTS / f"{path.stem}.md"
+    assert page.read_text() == page_text(path.stem, page.read_text(), json.loads(path.read_text()))

@@ -1,0 +1,1 @@
+"""Coverage: which models, layers and operations train as they are."""
