@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
 
 from ravnest.errors import TraceError, UnsupportedOp
 from ravnest.graph.ops import ALLOWED, FAMILIES, functional_form
@@ -39,6 +40,7 @@ _RENAMED = {  # the same operation under its name on the allow-list
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.to.prim_Device": "aten.to.device",
     "aten._unsafe_view.default": "aten.view.default",
+    "transformers.grouped_mm_fallback.default": "aten._grouped_mm.default",  # what it calls when it is not traced
 }
 _PYTHON: dict[Callable[..., Any], str] = {
     operator.add: "sym.add", operator.sub: "sym.sub", operator.mul: "sym.mul",
@@ -77,12 +79,36 @@ class FlatGraph:
 def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]]) -> FlatGraph:
     """Export `module(*inputs)` and flatten it. `dims` are the dimensions that vary with the batch size."""
     try:
-        exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
+        with _ConstantComparisons():
+            exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's model
         raise TraceError(_explain(error)) from error
     return _flatten(exported)
+
+
+class _ConstantComparisons(TorchFunctionMode):
+    """Decides comparisons of a random number with a bound that it cannot reach, such as `torch.rand([]) < 0.0`.
+
+    Models that can skip layers at random do so in Python; with a probability of zero they never skip one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: list[Tensor] = []  # drawn from [0, 1)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_bound = func in _LESS and len(args) == 2 and isinstance(args[1], int | float) and args[1] <= 0
+        if is_bound and any(args[0] is number for number in self._numbers):
+            return False
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and isinstance(result, Tensor) and result.dim() == 0:
+            self._numbers.append(result)
+        return result
+
+
+_LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 
 
 def _explain(error: Exception) -> str:

@@ -110,8 +110,13 @@ class InitLog:
     def init_for(self, targets: Mapping[str, Tensor]) -> Init:
         """The init list that makes exactly `targets` (name in the model -> tensor)."""
         needed = {storage_id(t) for t in targets.values()}
-        rename = {self.names[_key(t)]: name for name, t in targets.items() if _key(t) in self.names}
         self._check_recorded(targets)
+        rename: dict[str, str] = {}
+        copies: list[Op] = []  # of targets that share their memory with another
+        for name, tensor in targets.items():
+            first = rename.setdefault(self.names[_key(tensor)], name)
+            if first != name:
+                copies.append(Op("aten.clone.default", (name,), ("%" + first,)))
         chosen: list[_Step | None] = [None] * len(self.steps)
         for i in range(len(self.steps) - 1, -1, -1):
             step = self.steps[i]
@@ -125,7 +130,7 @@ class InitLog:
                 ops.append(_checked(_rename(self._with_literal(kept.op), rename)))
             elif is_random(step.op.op):
                 draws.append(_draw(step, len(ops)))
-        return Init(tuple(ops), tuple(d for d in draws if d.at < len(ops)))
+        return Init((*ops, *copies), tuple(d for d in draws if d.at < len(ops)))
 
     def _with_literal(self, op: Op) -> Op:
         """Fill in the numbers of a literal; other ops stay as they are."""
@@ -161,6 +166,38 @@ def _recorded_trunc_normal(log: InitLog) -> Iterator[None]:
         torch.nn.init._no_grad_trunc_normal_ = original
 
 
+@contextmanager
+def _replaced_parameters() -> Iterator[None]:
+    """Convert modules by new parameters: torch would swap their contents, which it cannot do with recorded tensors."""
+    original = nn.Module._apply
+    converted: dict[Tensor, Tensor] = {}  # so that tied parameters stay tied
+
+    def convert(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        if tensor not in converted:
+            with torch.no_grad():
+                result = function(tensor)
+            if result is not tensor and isinstance(tensor, nn.Parameter):
+                result = nn.Parameter(result, requires_grad=tensor.requires_grad and result.is_floating_point())
+            converted[tensor] = result
+            converted[result] = result
+        return converted[tensor]
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        converted.clear()
+        for part in module.modules() if recurse else (module,):
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = convert(tensor, function)  # type: ignore[assignment]
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, log: InitLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,7 +217,7 @@ def record(builder: Callable[[], nn.Module], fake: FakeTensorMode) -> tuple[nn.M
     """Build the model without memory for its weights; return it and the record of its initialization."""
     log = InitLog()
     try:
-        with fake, _Recorder(log), _recorded_trunc_normal(log):
+        with fake, _Recorder(log), _recorded_trunc_normal(log), _replaced_parameters():
             module = builder()
     except TraceError:
         raise

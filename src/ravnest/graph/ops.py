@@ -328,8 +328,10 @@ def _ctc_loss(log_probabilities: torch.Tensor, targets: torch.Tensor, *args: Any
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch takes the ends of the groups as they are."""
-    if isinstance(offsets, torch.Tensor) and _has_values(offsets):
+    """torch takes the ends of the groups as they are, and computes shapes only for bfloat16."""
+    if isinstance(offsets, torch.Tensor) and not _has_values(offsets) and (a.dim(), b.dim()) == (2, 3):
+        return a @ b[0]
+    if isinstance(offsets, torch.Tensor):
         _check_range(offsets, max(*a.shape[-2:], b.shape[-1]) + 1, "end of a group")
         if offsets.numel() > 1 and bool((offsets.diff() < 0).any()):
             raise IndexError("the ends of groups must not decrease")

@@ -188,7 +188,9 @@ def _run_stages(
         of_inputs = tape.backward(given)
         gradients = {v.name: g for v, g in zip(stage.inputs, of_inputs, strict=True)}
     step.gradients = {n: t.grad for n, t in state.items() if t.grad is not None}
-    step.buffers = {s.target: state[s.target].detach() for s in program.state if s.kind == "buffer"}
+    step.buffers = {
+        s.target: state[s.target].detach() for s in program.state if s.kind == "buffer" and s.target in state
+    }
     return step
 
 
