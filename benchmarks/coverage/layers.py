@@ -275,7 +275,7 @@ def loss_cases() -> Iterator[Case]:
 class _Adaptive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.loss = nn.AdaptiveLogSoftmaxWithLoss(6, 6, [2, 4])
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(6, 6, [2, 4], div_value=1.0)
 
     def forward(self, y: Tensor, t: Tensor) -> Tensor:
         return self.loss(y, t).loss  # type: ignore[no-any-return]

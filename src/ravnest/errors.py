@@ -2,7 +2,8 @@
 
     RavnestError
     ├── TraceError            the model cannot be turned into a program
-    │   └── UnsupportedOp         it calls an operation outside the allow-list
+    │   ├── UnsupportedOp         it calls an operation outside the allow-list
+    │   └── FixedBatchSize        it works with one batch size only
     ├── CutError              the program cannot be cut at that index
     ├── ProgramError          a stage file is malformed, not allowed or too big
     ├── WeightsError          a weights file is malformed or does not match the stage
@@ -28,6 +29,7 @@ from __future__ import annotations
 __all__ = [
     "BadContribution",
     "CutError",
+    "FixedBatchSize",
     "FrameError",
     "HandshakeError",
     "IdentityError",
@@ -52,6 +54,10 @@ class RavnestError(Exception):
 
 class TraceError(RavnestError):
     """The model and its loss cannot be turned into a program."""
+
+
+class FixedBatchSize(TraceError):
+    """The model works with the batch size of the example only."""
 
 
 class UnsupportedOp(TraceError):

@@ -305,6 +305,23 @@ BAD_JOBS = {
         [],
         "depends on the values",
     ),
+    "a sum over the batch": (
+        COMMAND + "loss = job.loss\njob.loss = lambda y, t: loss(y, t) * y.shape[0]",
+        [],
+        "the loss depends on the batch as a whole: .*microbatches_per_step=1",
+    ),
+    "custom backward": (
+        COMMAND
+        + """
+class Round(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.round())
+    backward = staticmethod(lambda ctx, g: g)
+loss = job.loss
+job.loss = lambda y, t: loss(Round.apply(y * 4), t)
+""",
+        [],
+        "does not train as the model does: .*the autograd function Round",
+    ),
     "empty data": (COMMAND + "job.data = []", [], "the data are empty"),
     "worker fails": (
         COMMAND + "job.data = [(torch.full((8, 16), 999),) * 2]",

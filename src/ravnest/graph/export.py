@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from ravnest.errors import TraceError, UnsupportedOp
+from ravnest.errors import FixedBatchSize, TraceError, UnsupportedOp
 from ravnest.graph.ops import ALLOWED, FAMILIES, functional_form
 from ravnest.graph.program import Arg, Op, dtype_name
 
@@ -84,7 +84,7 @@ def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapp
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's model
-        raise TraceError(_explain(error)) from error
+        raise _explained(error) from error
     return _flatten(exported)
 
 
@@ -111,20 +111,21 @@ class _ConstantComparisons(TorchFunctionMode):
 _LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 
 
-def _explain(error: Exception) -> str:
+def _explained(error: Exception) -> TraceError:
     text = str(error).strip() or type(error).__name__
     first = text.split("\n\n")[0][:600]
     if "Constraints violated" in text or "ConstraintViolation" in type(error).__name__:
-        return (
+        return FixedBatchSize(
             f"the model fixes the batch size: {first}\n"
-            "Use x.shape[0] or -1 instead of the number, or trace with dynamic_batch=False."
+            "Use x.shape[0] or -1 instead of the number. If a batch must not be split, because its tensors index each "
+            "other or the loss compares its samples, train with microbatches_per_step=1."
         )
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "GuardOnData" in text:
-        return (
+        return TraceError(
             f"the model's control flow or a shape depends on the values of its tensors: {first}\n"
             "Use torch.where, masks or a fixed size instead."
         )
-    return f"the model cannot be traced: {type(error).__name__}: {first}"
+    return TraceError(f"the model cannot be traced: {type(error).__name__}: {first}")
 
 
 def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class Verification:
 
     is_exact: bool  # equal to the last bit
     largest_difference: float  # of a gradient, relative to that gradient's largest element
+    batch_effect: float = 0.0  # how far the loss of two microbatches is from the mean of theirs, relatively
 
 
 @dataclass
@@ -68,6 +69,7 @@ def verify(
     leaves: Sequence[Tensor],
     *,
     seed: int,
+    second: Sequence[Tensor] | None = None,
 ) -> Verification:
     """Compare the program with the model that it was traced from.
 
@@ -77,6 +79,7 @@ def verify(
         loss: As for `trace`.
         leaves: The tensors of one microbatch, in the program's order.
         seed: The seed of the initial weights, if `model` is a function.
+        second: Another microbatch, to find out whether the loss of a batch is the mean of its microbatches' losses.
 
     Raises:
         TraceError: if the program would train something else; the message names the parameter and the likely cause.
@@ -94,7 +97,37 @@ def verify(
             _check_initial(state, own)
         expected = _run_model(module, leaves)
         actual = _run_stages(program, stages, state, leaves)
-        return _compare(program, expected, actual, module, leaves)
+        result = _compare(program, expected, actual, module, leaves)
+        if second is None:
+            return result
+        return replace(result, batch_effect=_batch_effect(program, stages, state, leaves, second))
+
+
+def _batch_effect(
+    program: Program,
+    stages: Sequence[Stage],
+    state: Mapping[str, Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+) -> float:
+    """Compare the loss of two microbatches together with the mean of their losses, as in evaluation."""
+    is_batched = [bool(v.shape) and isinstance(v.shape[0], tuple) for v in program.inputs]
+    both = [torch.cat([a, b]) if split else a for a, b, split in zip(first, second, is_batched, strict=True)]
+    sizes = [program.feed.batch_size([("", leaf) for leaf in leaves]) for leaves in (first, second)]
+    losses = [_evaluate(program, stages, state, leaves) for leaves in (first, second, both)]
+    mean = (losses[0] * sizes[0] + losses[1] * sizes[1]) / sum(sizes)
+    return abs(losses[2] - mean) / max(abs(mean), abs(losses[2]), 1e-30)
+
+
+def _evaluate(
+    program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], leaves: Sequence[Tensor]
+) -> float:
+    values: dict[str, Any] = {v.name: leaf for v, leaf in zip(program.inputs, leaves, strict=True)}
+    with torch.no_grad():
+        for stage in stages:
+            outputs = Interpreter(stage)(state, [values[v.name] for v in stage.inputs], training=False)
+            values |= {v.name: output for v, output in zip(stage.outputs, outputs, strict=True)}
+    return float(outputs[0])
 
 
 def _stages(program: Program, leaves: Sequence[Tensor]) -> list[Stage]:

@@ -80,6 +80,8 @@ def limited(batches: Batches, epochs: int | None) -> Batches:
 
 def split_microbatches(leaves: Sequence[Tensor], batched: Sequence[bool], count: int) -> list[list[Tensor]]:
     """Split a batch into at most `count` microbatches of about equal size; unbatched tensors go with each."""
+    if not any(batched):  # a batch that cannot be split
+        return [list(leaves)]
     size = next(len(t) for t, is_batched in zip(leaves, batched, strict=True) if is_batched)
     number = min(size, count)
     if number == 0:
@@ -173,7 +175,7 @@ class BatchQueue:
             self._kept.pop(batch, None)
 
     def _samples(self, leaves: Sequence[Tensor]) -> int:
-        return len(next(t for t, is_batched in zip(leaves, self._batched, strict=True) if is_batched))
+        return next((len(t) for t, b in zip(leaves, self._batched, strict=True) if b), self._batch_size)
 
     def _microbatch(self, part: Sequence[Tensor], share: float) -> Microbatch:
         return Microbatch(self._samples(part), share, [as_bytes(t) for t in self._codec.pack(part)])

@@ -19,12 +19,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ravnest.config import TrainingConfig
 from ravnest.core.config import require
 from ravnest.core.units import format_bytes
-from ravnest.errors import WeightsError
+from ravnest.errors import FixedBatchSize, WeightsError
 from ravnest.graph import Program, trace
 from ravnest.graph.batch import batch_size_of, flatten, split_batch
 from ravnest.graph.verify import verify
@@ -42,6 +42,7 @@ from ravnest.run.traced_job import TracedJob
 
 __all__ = ["Job", "Run", "JobFile", "load_job"]
 
+_MAX_BATCH_EFFECT, _NOTED_BATCH_EFFECT = 0.1, 0.005  # of the loss
 _VERIFY_COPIES = 4  # of the parameters: the model, the program's own, and the gradients of both
 
 
@@ -130,7 +131,7 @@ class Job:
     def _traced(self, config: TrainingConfig, example: Any, changes: dict[str, Any], view: ProgressView) -> TracedJob:
         if config.listens:
             view.message("tracing the model")
-        program = trace(self.model, self.loss, example)
+        program = self._trace(config, example)
         start, folder = self._resumed(config, program, changes, view)
         if start is not None:
             config = replace(config, seed=start.manifest.seed)
@@ -139,6 +140,15 @@ class Job:
         if self.source is not None:
             (folder / "job.txt").write_text(f"{self.source.resolve()}\n")  # for `ravnest export`
         return TracedJob(program, self.optimizer, config, self.batch_size(example), folder, start)
+
+    def _trace(self, config: TrainingConfig, example: Any) -> Program:
+        """Trace the model; batches that are not split may have a fixed size."""
+        try:
+            return trace(self.model, self.loss, example)
+        except FixedBatchSize:
+            if config.microbatches_per_step != 1:
+                raise
+            return trace(self.model, self.loss, example, dynamic_batch=False)
 
     def _verify(self, program: Program, example: Any, config: TrainingConfig, view: ProgressView) -> None:
         """Compare the program with the model on one microbatch; a model too big for this machine is not compared."""
@@ -152,11 +162,26 @@ class Job:
             return
         batch_size = self.batch_size(example)
         samples = config.microbatch_of(batch_size)
-        leaves = [
-            leaf[:samples] if value.shape and isinstance(value.shape[0], tuple) else leaf
-            for leaf, value in zip(program.feed(example), program.inputs, strict=True)
-        ]
-        verify(program, self.model, self.loss, leaves, seed=config.seed)
+
+        def part(start: int) -> list[Tensor]:
+            return [
+                leaf[start : start + samples] if value.shape and isinstance(value.shape[0], tuple) else leaf
+                for leaf, value in zip(program.feed(example), program.inputs, strict=True)
+            ]
+
+        second = part(samples) if batch_size > samples else None
+        result = verify(program, self.model, self.loss, part(0), seed=config.seed, second=second)
+        if result.batch_effect > _MAX_BATCH_EFFECT:
+            raise ValueError(
+                f"the loss depends on the batch as a whole: that of two microbatches is {result.batch_effect:.0%} off "
+                "the mean of their losses, so splitting batches would change what is trained. Use a mean over samples, "
+                "or microbatches_per_step=1 (--microbatches-per-step 1), which does not split batches"
+            )
+        if result.batch_effect > _NOTED_BATCH_EFFECT:
+            view.message(
+                f"the loss of two microbatches together is {result.batch_effect:.1%} off the mean of their losses, for "
+                "example because padding is left out of its mean; --microbatches-per-step 1 does not split batches"
+            )
 
     def _resumed(
         self, config: TrainingConfig, program: Program, changes: dict[str, Any], view: ProgressView

@@ -24,13 +24,16 @@ OPERATIONS = (
 )  # fmt: skip
 LAYERS = ("weight_norm", "old weight_norm", "spectral_norm", "EmbeddingBag", "TransformerEncoder default")
 MODELS = ("gpt2", "opt", "mistral", "qwen3_moe")
-REFUSED = {"FractionalMaxPool2d", "LazyLinear", "CTCLoss", "GaussianNLLLoss", "AdaptiveLogSoftmaxWithLoss"}
+REFUSED = {
+    "FractionalMaxPool2d", "CrossMapLRN2d", "CTCLoss", "orthogonal", "vmap", "as_strided", "GaussianNLLLoss",
+    "AdaptiveLogSoftmaxWithLoss",
+}  # fmt: skip
 
 
 def sample() -> Iterator[Case]:
     named = {*OPERATIONS, *LAYERS}
     for i, case in enumerate([*layer_cases(), *loss_cases(), *operation_cases()]):
-        if case.name in named or (i % EVERY == 0 and case.name not in REFUSED):
+        if case.name in named or (i % EVERY == 0 and case.name not in REFUSED and not case.name.startswith("Lazy")):
             yield case
 
 
@@ -90,7 +93,7 @@ def test_layers_that_are_skipped_at_random_are_refused() -> None:
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x if torch.rand([]) < 0.5 else self.layer(x)  # type: ignore[no-any-return]
+            return x if torch.rand([]) < 0.5 else self.layer(x)
 
     with pytest.raises(TraceError, match="depends on the values"):
         trace(Skips(), F.mse_loss, (torch.ones(2, 4), torch.ones(2, 4)))

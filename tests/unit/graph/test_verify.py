@@ -157,6 +157,29 @@ def test_stock_models_pass(case: zoo.Case) -> None:
     assert verified(case.build(), case.batch(2), case.loss).largest_difference < 1e-4
 
 
+def similarities(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A contrastive loss: every sample is compared with all others of its batch."""
+    normal = nn.functional.normalize(outputs)
+    return nn.functional.cross_entropy(normal @ normal.T, torch.arange(outputs.shape[0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "least", "most"),
+    [
+        (nn.MSELoss(), 0.0, 1e-5),
+        (nn.MSELoss(reduction="sum"), 0.4, 0.6),
+        (similarities, 0.2, 0.6),
+        (lambda y, t: nn.functional.mse_loss(y, t) + y.std() * 0.05, 1e-5, 0.1),
+    ],
+    ids=["mean", "sum", "contrastive", "statistics"],
+)
+def test_a_loss_over_the_whole_batch_is_noticed(loss: Any, least: float, most: float) -> None:
+    model, example = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)), (batch(8)[0], torch.ones(8, 3))
+    program = trace(model, loss, example)
+    parts = [[leaf[i : i + 4] for leaf in program.feed(example)] for i in (0, 4)]
+    assert least <= verify(program, model, loss, parts[0], seed=0, second=parts[1]).batch_effect <= most
+
+
 def test_the_model_and_the_generators_are_left_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
     model[0].weight.grad = torch.ones(6, 4)
