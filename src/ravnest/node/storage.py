@@ -37,16 +37,18 @@ def host_sockets(fingerprint: str) -> tuple[Path | None, str]:
     """Return the directory where nodes of this user and run listen on this host, and a name for the host.
 
     The name is random and kept in the directory's parent, so two nodes have the same only if they share the directory.
-    None where the system has no unix sockets or the directory cannot be used.
+    Each network namespace is a host of its own: a container or a testbed host is reached over its network. None where the system has no unix sockets or the directory cannot be used.
     """
     if not hasattr(socket, "AF_UNIX"):
         return None, ""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"ravnest-{os.getuid()}"
+    private = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"ravnest-{os.getuid()}"
     try:
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = base.stat()
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = private.stat()
         if info.st_uid != os.getuid() or info.st_mode & 0o077:
             return None, ""
+        base = private / _network_namespace()
+        base.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             draft = base / f".host-{secrets.token_hex(8)}"
             draft.write_text(secrets.token_hex(16))
@@ -57,6 +59,13 @@ def host_sockets(fingerprint: str) -> tuple[Path | None, str]:
         return base / fingerprint[:_FINGERPRINT_LETTERS], (base / "host").read_text()
     except OSError:
         return None, ""
+
+
+def _network_namespace() -> str:
+    """A name of the network namespace of this process; the same for all where the system has none."""
+    with contextlib.suppress(OSError):
+        return str(Path("/proc/self/ns/net").stat().st_ino)
+    return "host"
 
 
 class NodeStorage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def test_a_process_runs_with_host_name_environment_and_folder(testbed: Testbed, 
     process = testbed.hosts["anna-1"].run(["sh", "-c", script], {"WORD": "hello"}, tmp_path, stdout=subprocess.PIPE)
     assert process.communicate(timeout=10)[0] == f"anna-1 hello {tmp_path}\n"
     assert (process.returncode, process.host) == (3, "anna-1")
+
+
+def test_each_host_has_its_own_unix_sockets(testbed: Testbed, tmp_path: Path) -> None:
+    """Nodes on two hosts of a testbed use the network between them, although they share a file system."""
+    code = "from ravnest.node.storage import host_sockets; print(host_sockets('ab' * 32))"
+    command, environment = [sys.executable, "-c", code], {"XDG_RUNTIME_DIR": str(tmp_path)}
+    shown = set()
+    for name in ("hub", "anna-1", "hub"):
+        process = testbed.hosts[name].run(command, environment, tmp_path, stdout=subprocess.PIPE)
+        shown.add(process.communicate(timeout=60)[0])
+    assert len(shown) == 2
 
 
 def test_stop_and_resume(testbed: Testbed) -> None:
