@@ -37,7 +37,8 @@ def host_sockets(fingerprint: str) -> tuple[Path | None, str]:
     """Return the directory where nodes of this user and run listen on this host, and a name for the host.
 
     The name is random and kept in the directory's parent, so two nodes have the same only if they share the directory.
-    Each network namespace is a host of its own: a container or a testbed host is reached over its network. None where the system has no unix sockets or the directory cannot be used.
+    Each network namespace is a host of its own: a container or a testbed host is reached over its network. None where
+    the system has no unix sockets or the directory cannot be used.
     """
     if not hasattr(socket, "AF_UNIX"):
         return None, ""
