@@ -325,8 +325,13 @@ job.loss = lambda y, t: loss(Round.apply(y * 4), t)
     "empty data": (COMMAND + "job.data = []", [], "the data are empty"),
     "worker fails": (
         COMMAND + "job.data = [(torch.full((8, 16), 999),) * 2]",
-        ["--local", "2"],
+        ["--local", "2", "--no-verify"],
         r"node-0 failed: IndexError: index out of range.* the logs are in",
+    ),
+    "model fails": (
+        COMMAND + "job.data = [(torch.full((8, 16), 999),) * 2]",
+        [],
+        r"the model fails on the first batch: IndexError: index out of range",
     ),
     "changing shapes": (
         COMMAND + "job.data = [(torch.zeros(8, n, dtype=torch.int64),) * 2 for n in (16, 15)]",

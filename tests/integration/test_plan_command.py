@@ -217,7 +217,7 @@ BAD: dict[str, tuple[list[str], dict[str, str], str]] = {
     "memory": ([], {"nodes": PAIR.replace("2 GB", "300 MB")}, "give the nodes more memory"),
     "memory for now": (
         ["--microbatch", "256"],
-        {"nodes": PAIR.replace("2 GB", "371 MB"), "job": JOB.replace("8, 16, 0", "256, 16, 0")},
+        {"nodes": PAIR.replace("2 GB", "333 MB"), "job": JOB.replace("8, 16, 0", "256, 16, 0")},
         "Try --microbatch 128.",
     ),
     "flag": (["--microbatch", "0"], {}, "--microbatch"),

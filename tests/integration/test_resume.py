@@ -168,6 +168,7 @@ def test_what_does_not_fit_is_one_sentence(
     assert re.search(sentence, errors.replace("\n", " ")), errors
 
 
+@pytest.mark.soak
 def test_an_earlier_checkpoint_needs_a_folder_of_its_own(through: Path, tmp_path: Path) -> None:
     named = through / "run" / "checkpoints" / "step-000040"
     done = subprocess.run(

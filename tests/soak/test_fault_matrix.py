@@ -5,8 +5,8 @@
     phase     a forward, an update, an averaging, a checkpoint
 
 One run of two clusters of three PCs and a spare goes through many such cells; after each, the fleet is completed again
-before the next. `make test` has one cell, and those of local runs (`tests/integration/test_local_faults.py`);
-`make test-soak` runs the whole matrix.
+before the next. `make test` has the kills of local runs (`tests/integration/test_local_faults.py`), `make test-soak`
+the whole matrix.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
             fleet.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("fleet", [1], indirect=True)
 def test_training_continues_after_a_kill(fleet: Fleet, tmp_path: Path) -> None:
     _run_cells(fleet, [SMOKE])

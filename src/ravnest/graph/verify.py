@@ -187,12 +187,12 @@ def _run_model(module: LossModule, leaves: Sequence[Tensor]) -> _Step:
     try:
         with training_mode(module), torch.enable_grad():
             torch.manual_seed(_SEED)
-            loss = module(*leaves)[0]
+            loss = _loss_of(module, leaves)
             step = _Step(loss.detach(), cause=_cause(module, loss))
             if (random.getstate(), _numpy_state()) != (python_state, numpy_state):
                 step.cause = _PYTHON_RANDOM
             if loss.requires_grad:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
         named = _named_tensors(module)
         step.gradients = {n: p.grad for n, p in named.items() if isinstance(p, nn.Parameter) and p.grad is not None}
         step.buffers = {n: b.detach().clone() for n, b in named.items() if not isinstance(b, nn.Parameter)}
@@ -203,6 +203,16 @@ def _run_model(module: LossModule, leaves: Sequence[Tensor]) -> _Step:
                 buffer.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _loss_of(module: LossModule, leaves: Sequence[Tensor]) -> Tensor:
+    try:
+        loss: Tensor = module(*leaves)[0]
+    except TraceError:
+        raise
+    except Exception as error:  # any exception here is raised by the user's model
+        raise TraceError(f"the model fails on the first batch: {type(error).__name__}: {error}") from error
+    return loss
 
 
 def _run_stages(
