@@ -39,6 +39,7 @@ class CoordinatorThread:
         self._closing: asyncio.Event | None = None
         self._error: BaseException | None = None
         self._reason = "the run has ended"
+        self._has_started = False
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
     def __enter__(self) -> CoordinatorThread:
@@ -47,7 +48,8 @@ class CoordinatorThread:
         is_open = self._opened.wait(_OPEN_S)
         if self._error is not None or not is_open:
             self._lock.__exit__(None, None, None)
-            raise self._error or RavnestError(f"the coordinator did not start within {_OPEN_S:g} s")
+            self.check()
+            raise RavnestError(f"the coordinator did not start within {_OPEN_S:g} s")
         return self
 
     def __exit__(
@@ -66,7 +68,7 @@ class CoordinatorThread:
     def check(self) -> None:
         """Raise the error that stopped the coordinator, if one did."""
         if self._error is not None:
-            if self._nodes is None:
+            if self._nodes is None and self._has_started:
                 self._error.add_note(
                     "The coordinator stopped; its nodes try to reconnect. Continue the run with `--resume`"
                 )
@@ -99,6 +101,7 @@ class CoordinatorThread:
         self.service = self._make()
         await self.service.open()
         self.ticket = self.service.ticket() if self.service.config.port is not None else ""
+        self._has_started = True
         self._opened.set()
         closing, running = asyncio.create_task(self._closing.wait()), asyncio.create_task(self.service.run())
         nodes = asyncio.create_task(self._nodes.run()) if self._nodes is not None else None
