@@ -221,7 +221,7 @@ class _AddWorkers(ProgressView):
 
 def _workers() -> Iterator[int]:
     """Pids of the workers in the order of their stages, which is the order of their start."""
-    found: list[Any] = psutil.Process().children()
+    found: list[Any] = [worker for server in psutil.Process().children() for worker in server.children()]
     for process in sorted(found, key=lambda p: p.create_time()):
         if any(word.startswith("ravnest.worker.") for word in process.cmdline()):
             yield process.pid

@@ -47,10 +47,8 @@ def job(**changes: Any) -> Job:
 
 
 def workers_left() -> list[int]:
-    """Worker processes that this process started and that are still there."""
-    return [
-        p.pid for p in psutil.Process().children(recursive=True) if "ravnest.worker.process" in " ".join(p.cmdline())
-    ]
+    """Worker processes that this process started and that are still there; their server stays for the next run."""
+    return [p.pid for server in psutil.Process().children() for p in server.children()]
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +232,8 @@ def wait_for(found: Callable[[], Any], what: str) -> Any:
 
 
 def children(parent: subprocess.Popen[str]) -> list[psutil.Process]:
-    found: list[psutil.Process] = psutil.Process(parent.pid).children()
+    """The workers of a run and the process that forks them."""
+    found: list[psutil.Process] = psutil.Process(parent.pid).children(recursive=True)
     return found
 
 

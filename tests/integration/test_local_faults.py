@@ -92,8 +92,8 @@ class LocalRun:
             self._process.wait()
 
     def _workers(self) -> list[psutil.Process]:
-        children: list[psutil.Process] = psutil.Process(self._process.pid).children()
-        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        (server,) = psutil.Process(self._process.pid).children()
+        return [child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def trigger(phase: str, node: int, now: Progress) -> Trigger:

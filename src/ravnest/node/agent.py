@@ -27,6 +27,7 @@ from ravnest.node.membership import Membership
 from ravnest.node.reconciler import Reconciler
 from ravnest.node.session import DisconnectedByCoordinator, Outbox, run_session
 from ravnest.node.storage import NodeStorage
+from ravnest.node.worker_process import SpawnWorker, spawn_worker
 from ravnest.node.worker_supervisor import WorkerSupervisor
 from ravnest.profiling.bandwidth import measure_download, measure_latency_s, measure_upload
 from ravnest.protocol.commands import StageReady
@@ -89,7 +90,7 @@ class _Profile(msgspec.Struct):
 
 async def measure_pc(memory_bytes: int | None, threads: int | None) -> NodeProfile:
     """Measure memory and speed within these limits, without the line."""
-    command = [sys.executable, "-m", "ravnest", "profile", "--json"]
+    command = [sys.executable, "-P", "-m", "ravnest", "profile", "--json"]
     command += [] if memory_bytes is None else ["--memory", str(memory_bytes)]
     command += [] if threads is None else ["--threads", str(threads)]
     pipe = asyncio.subprocess.PIPE
@@ -138,6 +139,7 @@ class AgentConfig:
     max_upload_bytes_per_s: float | None = None
     profile: NodeProfile | None = None  # None: this PC is measured first
     core: int = -1
+    spawn: SpawnWorker = spawn_worker
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 2**16, f"port must be 1 to 65535, or 0 for any, got {self.port}")
@@ -149,7 +151,7 @@ class Agent:
     def __init__(self, config: AgentConfig, membership: Membership, console: AgentConsole) -> None:
         self._config, self._membership, self._console = config, membership, console
         self._outbox = Outbox()
-        self._supervisor = WorkerSupervisor(config.home.log, self._handle_worker, self._worker_lost)
+        self._supervisor = WorkerSupervisor(config.spawn, config.home.log, self._handle_worker, self._worker_lost)
         self._reconciler = Reconciler(
             config.home, membership.connect, self._supervisor.send, self._report, self._supervisor.is_ready
         )

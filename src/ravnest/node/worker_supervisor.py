@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ import msgspec
 
 from ravnest.core.clock import Backoff
 from ravnest.errors import LinkError
+from ravnest.node.worker_process import SpawnWorker
 from ravnest.protocol.commands import StopStage
 from ravnest.protocol.control import AddressChanged, ReplicaStored, StageReport
 from ravnest.protocol.peer import PeerAddresses
@@ -39,14 +38,19 @@ class WorkerProcess:
     """One worker process. `on_message` gets its messages; `on_end` gets the reason, once, when it ends by itself."""
 
     def __init__(
-        self, start: StartWorker, log: Path, on_message: Callable[[FromWorker], None], on_end: Callable[[str], None]
+        self,
+        start: StartWorker,
+        spawn: SpawnWorker,
+        log: Path,
+        on_message: Callable[[FromWorker], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self._log, self._on_end = log, on_end
         self._loop = asyncio.get_running_loop()
         self._is_over = False
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _spawn(theirs, log)
+            self._process = spawn(theirs, log)
         self._pump = Pump(
             unix_link(ours, LinkConfig(headers=FromWorker), peer="the worker"),
             lambda header, lengths: [],
@@ -56,10 +60,6 @@ class WorkerProcess:
         )
         self._pump.start()
         self.send(start)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def send(self, message: FromAgent) -> None:
         with contextlib.suppress(LinkError):  # the end of the process is handled separately
@@ -106,19 +106,6 @@ class WorkerProcess:
         return ""
 
 
-def _spawn(control: socket.socket, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "ravnest.worker.process", "--control", str(control.fileno())],
-            pass_fds=[control.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is for the agent alone
-        )
-
-
 # supervision
 
 _STOP_S = 2.5
@@ -132,13 +119,14 @@ class WorkerSupervisor:
 
     def __init__(
         self,
+        spawn: SpawnWorker,
         log: Path,
         on_message: Callable[
             [EndpointOpened | AddressChanged | StageReport | StageReleased | ReplicaStored | WorkerUnable], None
         ],
         on_lost: Callable[[str, float], None],
     ) -> None:
-        self._log, self._on_message, self._on_lost = log, on_message, on_lost
+        self._spawn, self._log, self._on_message, self._on_lost = spawn, log, on_message, on_lost
         self._start: StartWorker | None = None
         self._worker: WorkerProcess | None = None
         self._backoff = Backoff()
@@ -148,7 +136,7 @@ class WorkerSupervisor:
 
     def start(self, start: StartWorker) -> None:
         self._start = start
-        self._worker = WorkerProcess(start, self._log, self._handle, self._ended)
+        self._worker = WorkerProcess(start, self._spawn, self._log, self._handle, self._ended)
 
     def send(self, message: FromAgent) -> None:
         if self._worker is not None:

@@ -25,6 +25,7 @@ from ravnest.node.agent import Agent, AgentConfig
 from ravnest.node.console import AgentConsole
 from ravnest.node.membership import LocalMembership
 from ravnest.node.storage import NodeStorage
+from ravnest.node.worker_process import SpawnWorker, fork_server
 from ravnest.planner.fleet import Machine
 from ravnest.protocol.commands import StageFailed
 from ravnest.protocol.control import NodeProfile, StageReport
@@ -133,7 +134,8 @@ def local_nodes(job: TracedJob) -> Iterator[LocalNodes]:
         for i, name in enumerate(node_names(config.num_nodes))
     ]  # fmt: skip
     try:
-        yield LocalNodes(nodes, sockets, directory, job.folder)
+        with fork_server() as spawn:
+            yield LocalNodes(nodes, sockets, directory, job.folder, spawn)
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
         shutil.rmtree(directory, ignore_errors=True)
@@ -149,8 +151,10 @@ class _LocalNode:
 class LocalNodes:
     """Agents of local nodes, as tasks of the coordinator's loop; each worker logs to `NAME.log` in the run's folder."""
 
-    def __init__(self, nodes: Sequence[_LocalNode], sockets: Path, directory: Path, folder: Path) -> None:
-        self.sockets = sockets
+    def __init__(
+        self, nodes: Sequence[_LocalNode], sockets: Path, directory: Path, folder: Path, spawn: SpawnWorker
+    ) -> None:
+        self.sockets, self._spawn = sockets, spawn
         self._nodes, self._directory, self._folder = nodes, directory, folder
         self._agents: list[Agent] = []
         self.on_message: Callable[[str, bool], None] = lambda text, is_failure: None
@@ -169,7 +173,7 @@ class LocalNodes:
 
     def _agent(self, node: _LocalNode) -> Agent:
         storage = NodeStorage(self._directory / node.name, log=self._folder / f"{node.name}.log")
-        config = AgentConfig(release=__version__, home=storage, profile=node.profile, core=node.core)
+        config = AgentConfig(release=__version__, home=storage, profile=node.profile, core=node.core, spawn=self._spawn)
         return Agent(config, LocalMembership(node.name, self.sockets), _LocalConsole(node.name, self.on_message))
 
 

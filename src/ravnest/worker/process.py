@@ -56,7 +56,7 @@ from ravnest.worker.replication import ReplicaExchange, RunningStage
 from ravnest.worker.resources import LocalPeers, WorkerResources
 from ravnest.worker.torch_compiler import defer_compiler
 
-__all__ = ["Worker", "main", "keep_freed_memory"]
+__all__ = ["Worker", "import_optimizers", "keep_freed_memory", "run_worker"]
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 _KEPT_BYTES = 2**30
@@ -121,7 +121,7 @@ class Worker:
             self._send(AddressChanged(resources.addresses))
             if resources.remote is not None:
                 resources.remote.watch()
-            _warm_up()
+            import_optimizers()
             while (run := self._todo.get()) is not None:
                 self._compute(run)
             self._replicas.close()
@@ -227,15 +227,15 @@ class Worker:
             self._pump.put(message, deadline_s=_SEND_S)
 
 
-def _warm_up() -> None:
-    """Load the modules that torch imports on first use, about a second, before peers wait for this worker."""
+def import_optimizers() -> None:
+    """Import what torch imports on first use, without its compiler, before peers wait for this worker."""
+    defer_compiler()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 
 
 def _prepare_process() -> None:
     """End with the parent, leave Ctrl-C to it, and log to standard error."""
     keep_freed_memory()
-    defer_compiler()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
@@ -260,12 +260,10 @@ def _exit_after(work: Callable[[], None]) -> NoReturn:
     os._exit(code)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--control", type=int, required=True)
-    options = parser.parse_args()
+def run_worker(control: int) -> NoReturn:
+    """Run a worker with the control link of this file descriptor, and exit."""
     _prepare_process()
-    link = unix_link(socket.socket(fileno=options.control), LinkConfig(headers=FromAgent), peer="the agent")
+    link = unix_link(socket.socket(fileno=control), LinkConfig(headers=FromAgent), peer="the agent")
 
     def work() -> None:
         start = link.receive(lambda header, lengths: [], deadline_s=_START_S)
@@ -275,6 +273,12 @@ def main() -> None:
         Worker(link, start).run()
 
     _exit_after(work)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--control", type=int, required=True)
+    run_worker(parser.parse_args().control)
 
 
 if __name__ == "__main__":
