@@ -12,12 +12,6 @@ from torch import Tensor, nn
 
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 
-# With a CPU build of torch, the compiled operators of PyPI's torchvision do not load, and its Python part, which is all
-# that the models here and transformers need, does not import unless these two operators are defined.
-_lib = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-for _name in ("nms", "qnms"):
-    _lib.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
-
 VOCAB = 512
 
 

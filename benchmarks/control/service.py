@@ -83,6 +83,9 @@ class SyntheticRequester:
     def microbatches(self, batch: int, count: int) -> list[Microbatch]:
         return [self._microbatch] * count
 
+    def prompt(self, tokens: Sequence[int]) -> tuple[Microbatch, int]:
+        return self._microbatch, len(tokens) - 1
+
     def batch_started(self, cluster: str, step: int, batch: int, microbatches: Sequence[Microbatch]) -> None: ...
 
     def batch_settled(self, batch: int) -> None:

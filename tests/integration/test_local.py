@@ -24,6 +24,7 @@ from ravnest.coordinator.journal import replay
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.examples.text import batches, library_text
 from ravnest.run.job import Job, Run
+from ravnest.run.result import read_model
 
 pytestmark = pytest.mark.slow
 
@@ -199,10 +200,11 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
 
 COMMAND = """
 import ravnest, torch
-from ravnest.examples.text import batches, library_text
+from ravnest.examples.text import Bytes, batches, library_text
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 config = GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2)
-job = ravnest.Job(model=lambda: GPT(config), loss=next_token_loss, data=batches(library_text(50_000), 8, 16, 0))
+job = ravnest.Job(model=lambda: GPT(config), loss=next_token_loss, data=batches(library_text(50_000), 8, 16, 0),
+                  tokenizer=Bytes())
 """
 
 
@@ -252,12 +254,17 @@ def test_clusters_average(tmp_path: Path) -> None:
     assert {link.kind for link in links.values()} >= {"unix", "memory"}
 
 
-def test_status_and_ctrl_c(tmp_path: Path) -> None:
+def ravnest_command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ravnest", *args], capture_output=True, text=True, timeout=90)
+
+
+def test_status_generate_and_ctrl_c(tmp_path: Path) -> None:
     running = start(tmp_path, "--local", "2", "--steps", "100000")
     wait_for(lambda: steps_done(tmp_path) > 3, "training")
     workers = children(running)
-    command = [sys.executable, "-m", "ravnest", "status", str(tmp_path / "run"), "--json"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    folder = str(tmp_path / "run")
+    shown = ravnest_command("status", folder, "--json")
+    during = ravnest_command("generate", folder, "--ids", "--prompt", "100,101,102", "--tokens", "3")
     running.send_signal(signal.SIGINT)
     output, errors = running.communicate(timeout=60)
     assert shown.returncode == 0, shown.stderr
@@ -269,9 +276,25 @@ def test_status_and_ctrl_c(tmp_path: Path) -> None:
     assert load_file(tmp_path / "run" / "model.safetensors")
     assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
     assert not any(p.is_running() for p in workers)
-    after = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    after = ravnest_command("status", folder, "--json")
     assert after.returncode == 2
     assert "is not running" in after.stderr
+    assert during.returncode == 0, during.stderr
+    assert re.fullmatch(r"100,101,102(,\d+){3}\n", during.stdout)
+    made = ravnest_command("generate", folder, "--prompt", "def ", "--tokens", "20")
+    assert made.returncode == 0, made.stderr
+    assert made.stdout == f"{greedy_text(tmp_path / 'run', 'def ', 20)}\n"
+
+
+def greedy_text(run: Path, prompt: str, count: int) -> str:
+    """What the final model itself writes."""
+    model = GPT(GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2)).eval()
+    model.load_state_dict(read_model(run / "model.safetensors"))
+    ids = torch.tensor([list(prompt.encode())])
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids[:, -16:])[:, -1].argmax(1, keepdim=True)], dim=1)
+    return bytes(ids[0].tolist()).decode(errors="replace")
 
 
 def test_workers_leave_when_their_parent_is_killed(tmp_path: Path) -> None:

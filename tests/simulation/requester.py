@@ -85,6 +85,9 @@ class SimulatedRequester:
     def microbatches(self, batch: int, count: int) -> list[Microbatch]:
         return [Microbatch(2, 1 / count)] * count
 
+    def prompt(self, tokens: Sequence[int]) -> tuple[Microbatch, int]:
+        return Microbatch(1, 0.0), len(tokens) - 1
+
     def batch_started(self, cluster: str, step: int, batch: int, microbatches: Sequence[Microbatch]) -> None:
         assert batch < self.steps
 

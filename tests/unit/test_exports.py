@@ -54,6 +54,9 @@ def test_commands_and_flags() -> None:
     assert flags == {
         "demo": ["--debug", "--nodes", "--run-dir", "--seed", "--steps"],
         "export": ["--debug", "--job", "--to", "run"],
+        "generate": [
+            "--debug", "--ids", "--job", "--prompt", "--seed", "--temperature", "--tokenizer", "--tokens", "run",
+        ],
         "join": ["--data-dir", "--debug", "--max-upload", "--memory", "--name", "--port", "--threads", "ticket"],
         "kick": ["--debug", "--reason", "--run", "node"],
         "plan": [

@@ -15,6 +15,7 @@ from rich.console import Console
 from ravnest import __version__
 from ravnest.cli.demo import demo
 from ravnest.cli.export import export
+from ravnest.cli.generate import generate
 from ravnest.cli.join import join
 from ravnest.cli.kick import kick
 from ravnest.cli.options import Command
@@ -30,7 +31,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-for command in (train, export, profile, plan, join, status, kick, ticket, demo):
+for command in (train, export, generate, profile, plan, join, status, kick, ticket, demo):
     app.command(cls=Command)(command)
 
 

@@ -6,6 +6,7 @@ another cluster, which continues from their state; no batch is trained twice.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ravnest.coordinator.policy.replication import RestorePlan
 from ravnest.coordinator.requester import Microbatch, StageFiles
 from ravnest.core.metrics import StageMetrics
 from ravnest.errors import FrameError
-from ravnest.protocol.commands import Command, EndAfter, SaveState
+from ravnest.protocol.commands import Command, EndAfter, PredictionReport, SaveState
 from ravnest.protocol.control import Assignment, DesiredAssignment, ReplicaSource, StageCommand
 from ravnest.protocol.peer import Peer
 from ravnest.protocol.pipeline import feed_purpose
@@ -35,6 +36,9 @@ from ravnest.transport.introduction import Introduction
 __all__ = ["ActiveCluster", "ClusterService", "PreparedCluster"]
 
 _RETIRE_TIMEOUT_S = 30.0  # for a retired cluster to train the batches it has
+_MAX_CANDIDATES = 64
+
+Prediction = tuple[tuple[int, ...], tuple[float | None, ...]]  # tokens, the most probable first, and their scores
 
 
 class ActiveCluster:
@@ -170,6 +174,8 @@ class ClusterService:
         self.clusters: dict[str, ActiveCluster] = {}  # the one that got the last batch is last
         self.is_ending = False
         self._member_of: dict[str, ActiveCluster] = {}
+        self._predictions: dict[int, tuple[str, asyncio.Future[Prediction]]] = {}  # by number: cluster and answer
+        self._next_prediction = 0
 
     def cluster_of(self, name: str) -> ActiveCluster | None:
         """The cluster of a node."""
@@ -241,6 +247,9 @@ class ClusterService:
         if active is None:
             return
         active.close()
+        for asked, answer in self._predictions.values():
+            if asked == cluster and not answer.done():
+                answer.set_exception(ValueError(f"cluster {cluster} ended before it answered: try again"))
         for name in active.plan.members:
             del self._member_of[name]
         for token in active.relay_tokens:
@@ -347,6 +356,37 @@ class ClusterService:
             ahead = 0 if offered is None else max(0, offered - leases.next_new) + len(leases.waiting)
             active.feeder.evaluate(first, microbatches, fresh=fresh, after_batches=ahead)
             active.pump()
+
+    async def predict(self, tokens: Sequence[int], timeout_s: float) -> Prediction:
+        """Send a prompt through a training cluster; returns its most probable next tokens.
+
+        Raises `ValueError` if the prompt is invalid or no cluster answers within the timeout.
+        """
+        prompt, position = self._context.requester.prompt(tokens)
+        active = next((one for one in self.clusters.values() if one.is_training and not one.is_over), None)
+        if active is None:
+            raise ValueError("no cluster is training: wait for one, or generate from a checkpoint of the run")
+        number, self._next_prediction = self._next_prediction, self._next_prediction + 1
+        answer: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
+        self._predictions[number] = active.id, answer
+        try:
+            active.feeder.predict(number, prompt, (position,))
+            active.pump()
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise ValueError(f"cluster {active.id} did not answer within {timeout_s:g} s") from None
+        finally:
+            del self._predictions[number]
+
+    def handle_prediction(self, report: PredictionReport) -> None:
+        """Answer the request that a prediction belongs to; it may have timed out."""
+        sizes = [len(row) for row in (*report.tokens, *report.scores)]
+        if len(report.tokens) != 1 or len(sizes) != 2 or not 1 <= sizes[0] == sizes[1] <= _MAX_CANDIDATES:
+            raise FrameError("the prediction does not belong to one prompt")
+        _, answer = self._predictions.get(report.number, ("", None))
+        if answer is not None and not answer.done():
+            answer.set_result((report.tokens[0], report.scores[0]))
 
     def checkpoint(self, cluster: str, at: int, *, whole: bool) -> None:
         """Have each stage upload its whole state after `at` updates."""

@@ -69,6 +69,7 @@ from ravnest.protocol.commands import (
     EvaluationReport,
     LinkReport,
     LossReport,
+    PredictionReport,
     RingsReady,
     StageFailed,
     StageReady,
@@ -368,11 +369,15 @@ class Coordinator:
                 if not is_consequence:
                     self.record(NodeQuarantined(self.now_s(), name, reason[:500]))
                 self.running.fail_cluster(active, f"{name} (stage {stage}) failed: {reason[:500]}")
-            case LossReport() | EvaluationReport() if not is_last_stage:
+            case LossReport() | EvaluationReport() | PredictionReport() if not is_last_stage:
                 raise FrameError(f"only the last stage sends a {type(message.report).__name__}")
             case EvaluationReport() as report:
                 active.feeder.evaluation_received()
                 self.requester.stage_reported(active.id, stage, report)
+                active.pump()
+            case PredictionReport() as report:
+                active.feeder.evaluation_received()
+                self.running.handle_prediction(report)
                 active.pump()
             case StepReport(metrics=metrics) as report:
                 active.metrics[stage] = metrics

@@ -94,6 +94,9 @@ class Requester(Protocol):
     def batch_started(self, cluster: str, step: int, batch: int, microbatches: Sequence[Microbatch]) -> None:
         """The cluster trains this batch in this step."""
 
+    def prompt(self, tokens: Sequence[int]) -> tuple[Microbatch, int]:
+        """A prompt of token ids as one sample, and the position of its last token; raises `ValueError`."""
+
     def batch_settled(self, batch: int) -> None:
         """The batch is trained and not needed again."""
 

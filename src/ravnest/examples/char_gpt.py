@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ravnest
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
-from ravnest.examples.text import batches, decode, library_text
+from ravnest.examples.text import Bytes, batches, decode, library_text
 
 CONFIG = GPTConfig(vocab=256, context=64, layers=4, width=128, heads=4, dropout=0.0)
 BATCH = 24
@@ -40,6 +40,7 @@ job = ravnest.Job(
     data=TextWindows(TEXT, seed=0),
     validation=TextWindows(HELD_OUT_TEXT, seed=1),
     name="char_gpt",
+    tokenizer=Bytes(),
     config=ravnest.TrainingConfig(steps=300, on="local:3"),
 )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["batches", "decode", "library_text"]
+__all__ = ["Bytes", "batches", "decode", "library_text"]
 
 
 def library_text(limit_bytes: int = 2_000_000) -> Tensor:
@@ -33,4 +33,14 @@ def batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[tuple[T
 
 
 def decode(ids: Tensor) -> str:
-    return bytes(ids.tolist()).decode("utf-8", errors="replace")
+    return Bytes().decode(ids.tolist())
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of a text in UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")

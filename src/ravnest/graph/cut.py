@@ -117,6 +117,7 @@ class Cutter:
             state=tuple(_owned(item, index, owners) for item in state),
             ops=ops,
             init=self._init(s for s in state if owners[s.name] == index or s.kind == "buffer"),
+            prediction=self.program.prediction if last else None,
         )
 
     def _rematerialized_ops(self, start: int, stop: int, outputs: Iterable[Value]) -> list[int]:

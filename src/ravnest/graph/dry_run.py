@@ -60,7 +60,7 @@ def _run_ops(stage: Stage, batch: int, limits: StageLimits) -> None:
         if ALLOWED.get(op.op) == "writes" and storage_id(_written_tensor(op, env)) in protected:
             raise ProgramError(f"{where}: it writes to the memory of a parameter or a constant buffer")
         meter.run(where, op, env)
-    for value in stage.outputs:
+    for value in (*stage.outputs, *([] if stage.prediction is None else [stage.prediction])):
         _check_output(value, env[value.name], batch)
 
 

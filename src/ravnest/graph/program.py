@@ -135,6 +135,7 @@ class Stage(Record, frozen=True, kw_only=True):
     state: tuple[StateSpec, ...]
     ops: tuple[Op, ...]
     init: Init | None = None
+    prediction: Value | None = None  # of the last stage: the scores of the next token at every position
 
     @property
     def parameters(self) -> tuple[StateSpec, ...]:
@@ -157,7 +158,8 @@ class Program:
     `values` describes every value, `sources[i]` is the line of the model that op i comes from, `atomic_ranges` are
     the ranges `(first, last)` of ops that must stay in one stage, and `ties` maps other names of a tied parameter to
     its canonical name. `idle` is state that the forward pass never reads. `tensors` are the model's own tensors; those
-    of a program traced from a builder are fake, and `init_log` records how to make them.
+    of a program traced from a builder are fake, and `init_log` records how to make them. `prediction` is the model's
+    output, if it is a score for every token at every position.
     """
 
     inputs: tuple[Value, ...]
@@ -172,6 +174,7 @@ class Program:
     idle: tuple[StateSpec, ...] = ()
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     init_log: InitLog | None = None
+    prediction: Value | None = None
 
     @property
     def num_parameters(self) -> int:

@@ -39,12 +39,15 @@ class LossModule(nn.Module):
         loss: Loss | nn.Module | None,
         structure: Any,
         on_labels: Callable[[tuple[str, ...]], None],
+        *,
+        returns_prediction: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.structure = structure
         self.on_labels = on_labels
+        self.returns_prediction = returns_prediction
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         batch = unflatten(self.structure, leaves)
@@ -57,7 +60,8 @@ class LossModule(nn.Module):
         scalar, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         self._check(scalar, metrics)
         self.on_labels(("loss", *metrics))
-        return (scalar, *(metric.detach() for metric in metrics.values()))
+        prediction = _prediction_of(output) if self.returns_prediction else ()
+        return (scalar, *(metric.detach() for metric in metrics.values()), *prediction)
 
     def _check(self, scalar: Any, metrics: Any) -> None:
         if not isinstance(scalar, Tensor) or scalar.dim() != 0 or not scalar.is_floating_point():
@@ -76,6 +80,14 @@ def _loss_of_output(output: Any) -> Any:
     if loss is None:
         raise TraceError("loss=None, but the model returns neither a scalar nor an output with a loss")
     return loss
+
+
+def _prediction_of(output: Any) -> tuple[Tensor, ...]:
+    """The scores of tokens by sample and position, if the model returns them."""
+    if not isinstance(output, Tensor):
+        output = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+    is_prediction = isinstance(output, Tensor) and output.dim() == 3 and output.is_floating_point()
+    return (output,) if is_prediction else ()
 
 
 @contextmanager
@@ -178,7 +190,7 @@ def trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     module, log = _build(model, fake)
     labels: list[tuple[str, ...]] = []
-    loss_module = LossModule(module, loss, structure, labels.append)
+    loss_module = LossModule(module, loss, structure, labels.append, returns_prediction=True)
     _initialise_lazy(loss_module, [leaf for _, leaf in leaves])
     size = batch_size_of(leaves)
     with fake if log else nullcontext():
@@ -190,9 +202,10 @@ def trace(
     if log is not None:
         for tensor in collected.tensors.values():
             log.constant(tensor)  # literals of the forward pass, and tensors of the loss
+    prediction = flat.outputs.pop() if len(flat.outputs) > len(labels[-1]) else ""
     graph = _functional_graph(flat, collected)
     feed = BatchLayout(structure, loss is not None, inputs)
-    return _assemble(flat, graph, collected, feed, labels[-1], log)
+    return _assemble(flat, graph, collected, feed, labels[-1], log, prediction)
 
 
 def _initialise_lazy(module: LossModule, leaves: Sequence[Tensor]) -> None:
@@ -243,6 +256,7 @@ def _assemble(
     feed: BatchLayout,
     labels: Sequence[str],
     log: InitLog | None,
+    prediction: str,
 ) -> Program:
     names = {s.name: f"s{i}" for i, s in enumerate(collected.state)}
     names.update(zip(flat.inputs, (v.name for v in feed.values), strict=True))
@@ -254,6 +268,8 @@ def _assemble(
     )
     values, undescribed = infer(feed.values, state, ops, graph.sources)
     uncuttable = {s.name for s in state if s.mutated} | undescribed
+    ranges = (*graph.atomic_ranges, *_ranges(ops, uncuttable))
+    tail = _ops_after(ops, names.get(prediction, ""), state)
     return Program(
         inputs=feed.values,
         outputs=tuple(values[label] for label in labels),
@@ -263,11 +279,21 @@ def _assemble(
         values=values,
         feed=feed,
         sources=tuple(graph.sources),
-        atomic_ranges=(*graph.atomic_ranges, *_ranges(ops, uncuttable)),
+        atomic_ranges=ranges if tail is None else (*ranges, tail),
         ties=collected.ties,
         tensors=collected.tensors,
         init_log=log,
+        prediction=None if tail is None else values[names[prediction]],
     )
+
+
+def _ops_after(ops: Sequence[Op], prediction: str, state: Sequence[StateSpec]) -> tuple[int, int] | None:
+    """The ops from the one that makes the prediction on, which the last stage must have; None if they need weights."""
+    made = next((i for i, op in enumerate(ops) if prediction and prediction in op.outs), None)
+    parameters = {s.name for s in state if s.kind == "parameter"}
+    if made is None or any(name in parameters for op in ops[made + 1 :] for name in refs(op)):
+        return None
+    return made, len(ops) - 1
 
 
 def _label_outputs(graph: FunctionalGraph, labels: Sequence[str]) -> list[str]:

@@ -298,6 +298,8 @@ def check_stage(stage: Stage, limits: StageLimits) -> None:
         if may_share_memory(op.op) and protected.intersection(refs(op)):
             protected.update(filter(None, op.outs))
     _check_outputs(stage, kinds, limits)
+    if stage.prediction is not None:
+        _check_prediction(stage, stage.prediction, kinds, limits)
     if stage.init is not None:
         _check_init(stage.init, stage.state, limits)
 
@@ -351,6 +353,16 @@ def _check_outputs(stage: Stage, kinds: dict[str, str], limits: StageLimits) -> 
         _check_value(value, limits)
         if (value.dtype in SCALARS) != (kinds[value.name] == "number"):
             raise ProgramError(f"output {value.name!r} is a {kinds[value.name]}, not {value.dtype}")
+
+
+def _check_prediction(stage: Stage, value: Value, kinds: dict[str, str], limits: StageLimits) -> None:
+    if stage.index != stage.count - 1:
+        raise ProgramError("only the last stage has a prediction")
+    if kinds.get(value.name) != "tensor":
+        raise ProgramError(f"the prediction {value.name[:60]!r} is not a tensor of the stage")
+    _check_value(value, limits)
+    if len(value.shape) != 3 or value.dtype in SCALARS or not DTYPES[value.dtype].is_floating_point:
+        raise ProgramError("the prediction must have three dimensions and be of floating-point numbers")
 
 
 def _check_writes(where: str, op: Op, protected: set[str]) -> None:

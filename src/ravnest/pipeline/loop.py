@@ -35,11 +35,13 @@ class Outlet(Protocol):
 
 
 class Observer(Protocol):
-    """Receives losses of microbatches, results of evaluations and metrics after each update."""
+    """Receives losses of microbatches, results of evaluations and predictions, and metrics after each update."""
 
     def loss(self, microbatch: int, values: list[float]) -> None: ...
 
     def evaluation(self, number: int, batch: int, values: list[float]) -> None: ...
+
+    def prediction(self, number: int, tokens: list[list[int]], scores: list[list[float]]) -> None: ...
 
     def updated(self, metrics: StageMetrics) -> None: ...
 
@@ -303,6 +305,11 @@ class Loop:
         if header.fresh:
             self._lend(FRESH)
         step = None if header.fresh else self.schedule.rule.step_of(self.schedule.forwards)
+        if self.is_last_stage and header.positions:
+            best = self.trainer.predict(step, action.version, queued.values, header.positions)
+            self.observer.prediction(action.number, *best)
+            self.schedule.done(action)
+            return
         outputs = self.trainer.evaluate(step, action.version, queued.values)
         if self.is_last_stage:
             self.observer.evaluation(action.number, header.batch, [float(o) for o in outputs])

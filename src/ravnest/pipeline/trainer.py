@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ravnest.errors import FrameError
 from ravnest.graph import Interpreter, Stage, Tape
 from ravnest.graph.ops import is_random
+from ravnest.graph.prediction import best_tokens, prediction_stage
 from ravnest.pipeline.config import TrainerConfig
 from ravnest.pipeline.optimizers import Stepper, embeddings
 from ravnest.pipeline.staleness import Corrector
@@ -60,6 +62,7 @@ class Trainer:
         self.stepper = Stepper(config.optimizer, self.versions.master, embeddings(stage), fused=quick)
         self.stepper.load_state_dict(state.optimizer)
         self._interpreter = Interpreter(stage, self.device, fast_linear=quick)
+        self._predictor: Interpreter | None = None
         self._uses_random_numbers = any(is_random(op.op) for op in stage.ops)
         self._tapes: dict[int, tuple[Tape, float]] = {}
         self._mutated_buffers = [s.target for s in stage.buffers if s.mutated]
@@ -87,10 +90,30 @@ class Trainer:
 
     def evaluate(self, step: int | None, version: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Run without gradients: on the weights of a step, or (None) on the newest master weights."""
-        weights = self.versions.master if step is None else self.versions[version]
-        state = {**self.fixed, **self._borrowed.of_step(step), **weights}
         with torch.no_grad(), self._autocast():
-            return self._interpreter(state, inputs, training=False)
+            return self._interpreter(self._state_of(step, version), inputs, training=False)
+
+    def _state_of(self, step: int | None, version: int) -> Tensors:
+        weights = self.versions.master if step is None else self.versions[version]
+        return {**self.fixed, **self._borrowed.of_step(step), **weights}
+
+    def predict(
+        self, step: int | None, version: int, inputs: Sequence[Any], positions: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """In the last stage: the best tokens after each position and their scores, on the weights that `evaluate` uses.
+
+        Raises `FrameError` for a position that does not exist.
+        """
+        if self._predictor is None:
+            if self.stage.prediction is None:
+                raise FrameError("a prediction was requested of a stage that has none")
+            self._predictor = Interpreter(prediction_stage(self.stage), self.device)
+        with torch.no_grad(), self._autocast():
+            (prediction,) = self._predictor(self._state_of(step, version), inputs, training=False)
+        try:
+            return best_tokens(prediction, positions)
+        except ValueError as error:
+            raise FrameError(str(error)) from None
 
     def take_gradients(self, step: int, version: int) -> tuple[Tensors, dict[int, Tensors]]:
         """Take out the gradients of a finished step: of own parameters, and of borrowed ones by owner."""

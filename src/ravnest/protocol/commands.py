@@ -23,6 +23,7 @@ __all__ = [
     "AverageReady",
     "AveragingStarted",
     "EvaluationReport",
+    "PredictionReport",
     "StageFailed",
     "LinkReport",
     "LossReport",
@@ -131,6 +132,14 @@ class EvaluationReport(TaggedRecord, frozen=True):
     values: tuple[float | None, ...]
 
 
+class PredictionReport(TaggedRecord, frozen=True):
+    """The most probable next tokens of each sample, best first, and their scores."""
+
+    number: int
+    tokens: tuple[tuple[int, ...], ...]
+    scores: tuple[tuple[float | None, ...], ...]  # None if not finite
+
+
 class StepReport(TaggedRecord, frozen=True):
     metrics: StageMetrics
 
@@ -192,6 +201,6 @@ class AverageApplied(TaggedRecord, frozen=True):
 
 Command = EndAfter | SaveState | StopStage | FormRings | StartAveraging | CommitAverage | AbortAveraging
 Report = (
-    StageReady | LinkReport | LossReport | EvaluationReport | StepReport | StateSaved | StageFailed | RingsReady |
-    AveragingStarted | AverageReady | AveragingFailed | AverageApplied
+    StageReady | LinkReport | LossReport | EvaluationReport | PredictionReport | StepReport | StateSaved | StageFailed |
+    RingsReady | AveragingStarted | AverageReady | AveragingFailed | AverageApplied
 )  # fmt: skip

@@ -20,11 +20,16 @@ class Forward(TaggedRecord, frozen=True):
 
 
 class Evaluate(TaggedRecord, frozen=True):
-    """Like `Forward`, for an evaluation: no backward follows. `fresh`: on the newest weights."""
+    """Like `Forward`, for an evaluation: no backward follows. `fresh`: on the newest weights.
+
+    With `positions`, one per sample, the last stage predicts the token that follows each position; else it computes the
+    loss.
+    """
 
     evaluation: int
     batch: int
     fresh: bool = False
+    positions: tuple[int, ...] = ()
 
 
 class Backward(TaggedRecord, frozen=True):

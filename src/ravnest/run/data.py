@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ravnest.coordinator.requester import Microbatch
 from ravnest.graph import Program
+from ravnest.graph.prediction import PromptEncoder
 from ravnest.pipeline.tensor_codec import TensorCodec, as_bytes
 
 __all__ = ["BatchQueue", "Batches", "limited"]
@@ -169,6 +170,11 @@ class BatchQueue:
             parts = split_microbatches(leaves, self._batched, -(-self._samples(leaves) // self.max_batch))
             microbatches += [self._microbatch(part, 0.0) for part in parts]
         return microbatches
+
+    def prompt(self, tokens: Sequence[int]) -> tuple[Microbatch, int]:
+        """Return a prompt as a microbatch of one sample, and the position of its last token; raises `ValueError`."""
+        leaves, position = PromptEncoder(self._program)(tokens)
+        return self._microbatch(leaves, 0.0), position
 
     def settled(self, batch: int) -> None:
         with self._lock:

@@ -86,6 +86,8 @@ class Job:
         validation: An iterable of held-out batches, in the form of `data`. Default: none.
         name: The name of the job, for its directory. Default: "run".
         config: How to train; see `TrainingConfig`.
+        tokenizer: For `ravnest generate`: an object with `encode(text)` and `decode(ids)`, such as a tokenizer of
+            `transformers`. Default: none.
         source: The file that defines the job, if one does.
     """
 
@@ -96,6 +98,7 @@ class Job:
     validation: Iterable[Any] | None = None
     name: str = "run"
     config: TrainingConfig = field(default_factory=TrainingConfig)
+    tokenizer: Any = None
     source: Path | None = None
 
     def train(self, config: TrainingConfig | None = None, *, show: ProgressView | None = None, **changes: Any) -> Run:

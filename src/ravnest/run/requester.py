@@ -117,6 +117,9 @@ class RunRequester:
     def microbatches(self, batch: int, count: int) -> list[Microbatch]:
         return self._batch_queue.take(batch, count)
 
+    def prompt(self, tokens: Sequence[int]) -> tuple[Microbatch, int]:
+        return self._batch_queue.prompt(tokens)
+
     def batch_started(self, cluster: str, step: int, batch: int, microbatches: Sequence[Microbatch]) -> None:
         self._notes.put(BatchFed(cluster, step, batch, microbatches))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ravnest.core.metrics import StageMetrics
 from ravnest.run.plan import PipelinePlan
 
-__all__ = ["Run"]
+__all__ = ["Run", "read_model"]
 
 
 @dataclass(frozen=True)

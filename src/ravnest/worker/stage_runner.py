@@ -38,6 +38,7 @@ from ravnest.protocol.commands import (
     EndAfter,
     EvaluationReport,
     LossReport,
+    PredictionReport,
     Report,
     SaveState,
     StageFailed,
@@ -340,6 +341,10 @@ class _Observer:
 
     def evaluation(self, number: int, batch: int, values: list[float]) -> None:
         self._report(EvaluationReport(number, batch, _finite(values)))
+
+    def prediction(self, number: int, tokens: list[list[int]], scores: list[list[float]]) -> None:
+        finite = tuple(_finite(row) for row in scores)
+        self._report(PredictionReport(number, tuple(map(tuple, tokens)), finite))
 
     def updated(self, metrics: StageMetrics) -> None:
         metrics.sending = sum(link.depth for link in self._links)

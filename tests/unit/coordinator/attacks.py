@@ -83,6 +83,9 @@ class FakeRequester:
     def microbatches(self, batch: int, count: int) -> list[Microbatch]:
         return [Microbatch(1, 1 / count, [bytes(8)]) for _ in range(count)]
 
+    def prompt(self, tokens: Sequence[int]) -> tuple[Microbatch, int]:
+        return Microbatch(1, 0.0, [bytes(8)]), len(tokens) - 1
+
     def batch_started(self, cluster: str, step: int, batch: int, microbatches: Sequence[Microbatch]) -> None:
         """Nothing to remember."""
 

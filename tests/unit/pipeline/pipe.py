@@ -74,6 +74,9 @@ class _Observer:
         self.pipe.evaluations[number] = values
         self._check()
 
+    def prediction(self, number: int, tokens: list[list[int]], scores: list[list[float]]) -> None:
+        raise AssertionError("no prediction was requested")
+
     def updated(self, metrics: StageMetrics) -> None:
         self.pipe.metrics[metrics.stage] = metrics
         self._check()

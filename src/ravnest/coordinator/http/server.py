@@ -8,6 +8,7 @@
     PUT  /v1/states/GENERATION/STAGE/N   upload of the whole state of a stage after N updates members
     GET, POST /v1/line                   bytes to measure bandwidth                           members
     GET  /v1/status                      status of the run, as JSON                           token, member, requester
+    POST /v1/predict                     the next token of a prompt                           token, member, requester
     POST /v1/kick, /v1/tickets           remove a node, issue a ticket                        requester
 
 A rejected request gets the reason as JSON. Bodies are streamed in chunks, with a timeout per chunk, so that a stalled
@@ -106,6 +107,7 @@ _MAX_BODY_BYTES = 64 * 1024
 _CHUNK = bytes(CHUNK_BYTES)
 _REASONS = {int(HTTPStatus.REQUEST_ENTITY_TOO_LARGE): f"the request is larger than {_MAX_BODY_BYTES} bytes"}
 _MAX_MEASUREMENTS = 4  # of bandwidth, at once
+_PREDICTION_S = 120.0
 
 
 class ServerContext(Protocol):
@@ -136,6 +138,10 @@ class _TicketRequest(msgspec.Struct, forbid_unknown_fields=True):
     uses: int | None = None
 
 
+class _PredictRequest(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: list[int]
+
+
 class HttpRejection(Exception):
     """A rejected request; the client gets the reason."""
 
@@ -156,6 +162,7 @@ def make_app(coordinator: Coordinator, context: ServerContext, timeouts: HttpTim
     app.router.add_get("/v1/line", handlers.line_down)
     app.router.add_post("/v1/line", handlers.line_up)
     app.router.add_get("/v1/status", handlers.status)
+    app.router.add_post("/v1/predict", handlers.predict)
     app.router.add_post("/v1/kick", handlers.kick)
     app.router.add_post("/v1/tickets", handlers.invite)
     return app
@@ -188,6 +195,7 @@ class _Handlers:
 
     def __init__(self, coordinator: Coordinator, context: ServerContext, timeouts: HttpTimeouts) -> None:
         self._coordinator, self._context, self._timeouts = coordinator, context, timeouts
+        self._predicting = asyncio.Lock()
         self._line = LineEndpoint(timeout_s=timeouts.body_s, max_concurrent=_MAX_MEASUREMENTS)
 
     async def authority(self, request: web.Request) -> web.Response:
@@ -282,15 +290,27 @@ class _Handlers:
         self._member(request)
         return await self._line.upload(request)
 
-    async def status(self, request: web.Request) -> web.Response:
-        coordinator = self._coordinator
-        if _name(request) is None:
-            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-            rejection = token_rejection(coordinator.state, token, coordinator.now_s(), check_uses=False)
-            if scheme != "Bearer" or rejection is not None:
-                raise HttpRejection(rejection or "a ticket is needed for the status")
-        else:
+    async def predict(self, request: web.Request) -> web.Response:
+        self._reader(request)
+        body = await read_json(request, _PredictRequest, timeout_s=self._timeouts.body_s)
+        if self._predicting.locked():
+            raise HttpRejection("another request is being answered: try again", HTTPStatus.SERVICE_UNAVAILABLE)
+        async with self._predicting:
+            tokens, scores = await self._coordinator.running.predict(body.tokens, _PREDICTION_S)
+        return web.json_response({"tokens": tokens, "scores": scores})
+
+    def _reader(self, request: web.Request) -> None:
+        """Admit members, the requester, and holders of a ticket."""
+        if _name(request) is not None:
             self._known(request)
+            return
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        rejection = token_rejection(self._coordinator.state, token, self._coordinator.now_s(), check_uses=False)
+        if scheme != "Bearer" or rejection is not None:
+            raise HttpRejection(rejection or "a ticket is needed for this")
+
+    async def status(self, request: web.Request) -> web.Response:
+        self._reader(request)
         return web.Response(body=msgspec.json.encode(self._context.status()), content_type="application/json")
 
     async def kick(self, request: web.Request) -> web.Response:

@@ -89,6 +89,11 @@ class FeedController:
         else:
             self._queue.extend(messages)
 
+    def predict(self, number: int, prompt: Microbatch, positions: tuple[int, ...]) -> None:
+        """Queue a prompt before the next microbatch, to predict the token that follows each position."""
+        message = FeedMessage(Evaluate(number, prompt.samples, positions=positions), prompt.buffers)
+        self._queue.appendleft(message)
+
     def release_evaluations(self) -> None:
         """Queue evaluations that wait for further batches: there will be none."""
         while self._evaluations:

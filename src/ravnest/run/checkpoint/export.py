@@ -23,13 +23,13 @@ from ravnest.graph.weights import WeightsFile, open_weights
 from ravnest.run.checkpoint.format import Checkpoint, choose
 from ravnest.run.job import load_job
 
-__all__ = ["export"]
+__all__ = ["export", "job_file", "newest_weights"]
 
 _MODEL = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class _Source:
+class WeightsSource:
     """The place of each tensor: name in the model -> (file, name in the file)."""
 
     description: str
@@ -39,7 +39,7 @@ class _Source:
 
 def export(run: Path | str, to: str, job: Path | None = None) -> str:
     """Write the weights of a run; return a message that describes the result."""
-    source, target = _newest(Path(run)), Path(to)
+    source, target = newest_weights(Path(run)), Path(to)
     if target.suffix == ".safetensors":
         target.parent.mkdir(parents=True, exist_ok=True)
         _write(source, target)
@@ -52,9 +52,9 @@ def export(run: Path | str, to: str, job: Path | None = None) -> str:
     return f"wrote {source.description}, {len(source.places)} tensors after {source.step} steps, to {target}"
 
 
-def _newest(run: Path) -> _Source:
+def newest_weights(run: Path) -> WeightsSource:
     """Return the final model or the newest checkpoint; raises `WeightsError` if there is neither."""
-    sources: list[_Source] = []
+    sources: list[WeightsSource] = []
     if (run / _MODEL).exists():
         sources.append(_from_model(run / _MODEL))
     reason = ""
@@ -67,16 +67,16 @@ def _newest(run: Path) -> _Source:
     return max(sources, key=lambda source: source.step)
 
 
-def _from_model(path: Path) -> _Source:
+def _from_model(path: Path) -> WeightsSource:
     with open_weights(path) as file:
         ties: dict[str, str] = json.loads(file.metadata.get("ties", "{}"))
         step = int(file.metadata.get("step", "0"))
         names = sorted(file.names)
     places = {name: (path, name) for name in names} | {name: (path, kept) for name, kept in ties.items()}
-    return _Source("the final model", step, places)
+    return WeightsSource("the final model", step, places)
 
 
-def _from_checkpoint(checkpoint: Checkpoint) -> _Source:
+def _from_checkpoint(checkpoint: Checkpoint) -> WeightsSource:
     manifest = checkpoint.manifest
     where = {entry: path for file, path in zip(manifest.files, checkpoint.paths, strict=True) for entry in file.tensors}
     kept = {name: name for name in manifest.names} | manifest.ties
@@ -84,10 +84,10 @@ def _from_checkpoint(checkpoint: Checkpoint) -> _Source:
     if missing:
         raise WeightsError(f"{checkpoint.folder} lacks the weights of {missing[0]}")
     places = {name: (where[f"weights/{at}"], f"weights/{at}") for name, at in kept.items()}
-    return _Source(f"the checkpoint {checkpoint.folder.name}", checkpoint.step, places)
+    return WeightsSource(f"the checkpoint {checkpoint.folder.name}", checkpoint.step, places)
 
 
-def _write(source: _Source, path: Path) -> None:
+def _write(source: WeightsSource, path: Path) -> None:
     """Write a file, one tensor at a time; `transformers` needs the format in its metadata."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, WeightsFile] = {
@@ -99,22 +99,27 @@ def _write(source: _Source, path: Path) -> None:
                 writer.write(name, files[place].read(at))
 
 
-def _model(run: Path, job: Path | None) -> nn.Module:
-    """Return the job's model; a model that is built by a function gets no memory for its weights."""
+def job_file(run: Path, job: Path | None, purpose: str) -> Path:
+    """Return the run's job file, or the given one; raises `ValueError` if there is none."""
     known = run / "job.txt"
     if job is None and known.exists():
         job = Path(known.read_text().strip())
     if job is None or not job.exists():
         reason = "the run does not name its job file" if job is None else f"{job} does not exist"
-        raise ValueError(f"{reason}; a directory needs the model's configuration: give the job file with --job")
-    model = load_job(job).job.model
+        raise ValueError(f"{reason}; {purpose}: give the job file with --job")
+    return job
+
+
+def _model(run: Path, job: Path | None) -> nn.Module:
+    """Return the job's model; a model that is built by a function gets no memory for its weights."""
+    model = load_job(job_file(run, job, "a directory needs the model's configuration")).job.model
     if isinstance(model, nn.Module):
         return model
     with torch.device("meta"):
         return model()
 
 
-def _check(source: _Source, model: nn.Module) -> None:
+def _check(source: WeightsSource, model: nn.Module) -> None:
     """Raise `ValueError` unless the model has a configuration and the names of the source."""
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         raise ValueError(
