@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ravnest.graph.cut import Cutter
 from ravnest.graph.interpreter import run_op
 from ravnest.graph.ops import ALLOWED
-from ravnest.graph.program import Program, num_bytes, refs, storage_id
+from ravnest.graph.program import Op, Program, num_bytes, refs, storage_id
 from ravnest.graph.shapes import fake_inputs, fake_state
 
 __all__ = ["Costs", "CutCost", "OpCost", "SavedStorage", "measure_costs"]
@@ -121,7 +121,7 @@ class _Meter:
         elements = _elements(op.op, results)
         return OpCost(
             forward_flops=(after - before) or elements,
-            backward_flops=(backward or elements) if has_backward else 0,
+            backward_flops=(backward or _backward_elements(op, elements, results)) if has_backward else 0,
             result_bytes=sum(t.numel() * t.element_size() for t in results if isinstance(t, Tensor)),
             parameter_bytes=sum(self.unread_bytes.pop(n, 0) for n in refs(op)),
         )
@@ -158,6 +158,14 @@ def _elements(name: str, results: Iterable[Any]) -> int:
     if ALLOWED.get(name, "views") == "views":
         return 0
     return sum(t.numel() for t in results if isinstance(t, Tensor))
+
+
+def _backward_elements(op: Op, elements: int, results: Iterable[Any]) -> int:
+    """Elements that a backward pass computes: about those of the results in every operation of its own."""
+    if op.backward is None:
+        return elements
+    count = sum(t.numel() for t in results if isinstance(t, Tensor))
+    return count * sum(ALLOWED.get(inner.op, "views") != "views" for inner in op.backward.ops)
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:

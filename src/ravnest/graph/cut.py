@@ -19,7 +19,7 @@ from itertools import pairwise
 import msgspec
 
 from ravnest.errors import CutError
-from ravnest.graph.ops import ALLOWED, FAMILIES, SYM, is_random
+from ravnest.graph.ops import ALLOWED, FAMILIES, SYM, WITH_GRADIENT, is_random
 from ravnest.graph.program import Init, Op, Program, Stage, StateSpec, Value, num_bytes, refs
 
 __all__ = ["Cutter", "legal_cuts", "split"]
@@ -166,4 +166,6 @@ def _rematerializable(cutter: Cutter) -> dict[str, tuple[str, ...]]:
 def _is_cheap(op: Op) -> bool:
     if op.op in SYM or op.op == "aten.sym_size.int":
         return True
+    if op.op == WITH_GRADIENT:
+        return False
     return FAMILIES[ALLOWED[op.op]].cheap and not is_random(op.op)

@@ -17,7 +17,18 @@ from ravnest.errors import ProgramError
 from ravnest.graph.interpreter import run_op
 from ravnest.graph.limits import StageLimits
 from ravnest.graph.ops import ALLOWED, LITERAL
-from ravnest.graph.program import DTYPES, Draw, Init, Op, Stage, Value, dtype_name, resolve_dim, storage_id
+from ravnest.graph.program import (
+    DTYPES,
+    BackwardPass,
+    Draw,
+    Init,
+    Op,
+    Stage,
+    Value,
+    dtype_name,
+    resolve_dim,
+    storage_id,
+)
 from ravnest.graph.validate import location
 
 __all__ = ["dry_run", "dry_run_batch"]
@@ -60,8 +71,31 @@ def _run_ops(stage: Stage, batch: int, limits: StageLimits) -> None:
         if ALLOWED.get(op.op) == "writes" and storage_id(_written_tensor(op, env)) in protected:
             raise ProgramError(f"{where}: it writes to the memory of a parameter or a constant buffer")
         meter.run(where, op, env)
+        if op.backward is not None:
+            _run_backward(where, op, op.backward, env, meter)
     for value in (*stage.outputs, *([] if stage.prediction is None else [stage.prediction])):
         _check_output(value, env[value.name], batch)
+
+
+def _run_backward(where: str, op: Op, backward: BackwardPass, env: dict[str, Any], meter: _Meter) -> None:
+    """Run the backward pass of an op; the gradients must have the shapes and dtypes of the op's inputs."""
+    outputs, inputs, saved = ([env[name[1:]] for name in names] for names in cast(tuple[tuple[str, ...], ...], op.args))
+    if not all(t.is_floating_point() or t.is_complex() for t in outputs):
+        raise ProgramError(f"{where}: its outputs must be floating-point tensors")
+    gradients = [_meta(tuple(t.shape), dtype_name(t.dtype)) for t in outputs]
+    local: dict[str, Any] = dict(zip((*backward.gradients, *backward.saved), (*gradients, *saved), strict=True))
+    protected = {storage_id(t) for t in local.values() if isinstance(t, Tensor)}
+    for i, inner in enumerate(backward.ops):
+        inside = f"{where}, {location('backward op', i, inner)}"
+        if ALLOWED.get(inner.op) == "writes" and storage_id(_written_tensor(inner, local)) in protected:
+            raise ProgramError(f"{inside}: it writes to a tensor that its backward pass did not make")
+        meter.run(inside, inner, local)
+    for name, tensor in zip(backward.results, inputs, strict=True):
+        if name and (local[name].shape, local[name].dtype) != (tensor.shape, tensor.dtype):
+            raise ProgramError(
+                f"{where}: the gradient of an input is {dtype_name(local[name].dtype)} {tuple(local[name].shape)}, "
+                f"the input {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+            )
 
 
 def _run_init(init: Init, stage: Stage, limits: StageLimits) -> None:

@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from ravnest.errors import FixedBatchSize, TraceError, UnsupportedOp
+from ravnest.graph.gradient_recorder import (
+    CUSTOM_GRADIENT,
+    GRADIENT_OF,
+    HOOK,
+    HOOKED,
+    GradientRecorder,
+    UntracedBackward,
+)
 from ravnest.graph.ops import ALLOWED, FAMILIES, functional_form
 from ravnest.graph.program import Arg, Op, dtype_name
 
@@ -74,18 +82,33 @@ class FlatGraph:
     state: dict[str, str] = field(default_factory=dict)  # value name -> name in the module
     dtypes: dict[str, str] = field(default_factory=dict)  # of the tensors among the values
     constants: dict[str, Tensor] = field(default_factory=dict)  # name in the module -> tensor
+    untraced: tuple[str, ...] = ()  # backward passes of the model's own that are left to autograd
 
 
 def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]]) -> FlatGraph:
     """Export `module(*inputs)` and flatten it. `dims` are the dimensions that vary with the batch size."""
+    skipped: dict[Any, str] = {}
+    while True:
+        recorder = GradientRecorder(module, skipped)
+        try:
+            flat = _flatten(_export(module, inputs, dims, recorder))
+        except UntracedBackward as error:  # again, without it
+            recorder.skip(error)
+            continue
+        flat.untraced = tuple(skipped.values())
+        return flat
+
+
+def _export(
+    module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]], recorder: GradientRecorder
+) -> torch.export.ExportedProgram:
     try:
-        with _ConstantComparisons():
-            exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
+        with _ConstantComparisons(), recorder.recording():
+            return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's model
         raise _explained(error) from error
-    return _flatten(exported)
 
 
 class _ConstantComparisons(TorchFunctionMode):
@@ -162,6 +185,7 @@ class _Flattener:
 
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
+        self.backward: int | None = None  # the backward pass that is being flattened
 
     def region(
         self, module: GraphModule, env: dict[Node, Any], prefix: str, *, no_grad: bool, no_autocast: bool
@@ -186,13 +210,14 @@ class _Flattener:
         name = op_name(target)
         if name in _DROPPED:
             return
+        self._check_backward(name, node)
         if name == "aten.sym_numel.default":
             self._num_elements(node, env, prefix)
             return
         if "out" in node.kwargs and (functional := without_out(target)) in ALLOWED:
             self._call_and_copy(node, functional, env, prefix, no_grad, no_autocast)
             return
-        if name not in ALLOWED and not name.startswith("sym.") and name != "aten.sym_size.int":
+        if name not in ALLOWED and not name.startswith(("sym.", "ravnest.")) and name != "aten.sym_size.int":
             _check_in_place(name, node)
         outs, env[node] = _outs(node, prefix)
         if isinstance(node.meta["val"], Tensor):
@@ -200,6 +225,20 @@ class _Flattener:
         args, kwargs = encode_call(_substitute(node.args, env), _substitute(node.kwargs, env), source_of(node))
         self.flat.ops.append(Op(name, outs, args, kwargs, no_grad=no_grad, no_autocast=no_autocast))
         self.flat.sources.append(source_of(node))
+
+    def _check_backward(self, name: str, node: Node) -> None:
+        """Leave a backward pass to autograd if it uses an operation that it may not use."""
+        if name == GRADIENT_OF:
+            self.backward = cast(int, node.args[1])
+        elif name in (CUSTOM_GRADIENT, HOOK, HOOKED):
+            self.backward = None
+        elif self.backward is not None and name.startswith("aten.") and name != "aten.sym_size.int":
+            if name not in ALLOWED and functional_form(name) is None and "out" not in node.kwargs:
+                raise UntracedBackward(
+                    self.backward, f"it calls {name}, which is not on the list of allowed operations"
+                )
+            if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+                raise UntracedBackward(self.backward, f"it draws random numbers by {name}")
 
     def _num_elements(self, node: Node, env: dict[Node, Any], prefix: str) -> None:
         """The number of elements of a tensor, as the product of its sizes."""

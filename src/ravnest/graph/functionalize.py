@@ -9,11 +9,13 @@ count.add_(1)       ->  kept: a buffer of the model, written by the stage that o
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ravnest.errors import TraceError
 from ravnest.graph.export import FlatGraph
-from ravnest.graph.ops import ALLOWED, SYM, functional_form, is_random, schema_of, writes_statistics
+from ravnest.graph.gradient_recorder import CUSTOM_GRADIENT
+from ravnest.graph.ops import ALLOWED, functional_form, is_random, schema_of, writes_statistics
 from ravnest.graph.program import Op, map_refs, refs
 
 __all__ = ["FunctionalGraph", "functionalize"]
@@ -76,8 +78,9 @@ class _Functionalizer:
 
     def _emit(self, op: Op, source: str) -> None:
         """Append an op that writes at most running statistics, and record the aliases of its results."""
-        shared = _aliased(op)
-        for out in filter(None, op.outs):
+        for out, shared in zip(op.outs, _aliased(op), strict=True):
+            if not out:
+                continue
             if shared is None:
                 self._allocate(out, allocated_at=len(self.result.ops))
             else:
@@ -149,16 +152,17 @@ def _functional_form(op: Op) -> Op | None:
     return Op(functional, op.outs, op.args, op.kwargs, no_grad=op.no_grad, no_autocast=op.no_autocast)
 
 
-def _aliased(op: Op) -> str | None:
-    """The value whose memory the results of an op may alias."""
-    if op.op in SYM or op.op == "aten.sym_size.int":
-        return None
-    if ALLOWED[op.op] not in ("views", "conversions", "joining"):
-        return None
-    for declared, arg in zip(schema_of(op.op).arguments, op.args, strict=False):
-        if declared.alias_info is not None and isinstance(arg, str):
-            return arg[1:]
-    return None
+def _aliased(op: Op) -> Sequence[str | None]:
+    """For each result of an op the value whose memory it may alias."""
+    if op.op == CUSTOM_GRADIENT:
+        outputs = op.args[0]
+        assert isinstance(outputs, tuple)
+        return [str(output)[1:] for output in outputs]
+    if ALLOWED.get(op.op) in ("views", "conversions", "joining"):
+        for declared, arg in zip(schema_of(op.op).arguments, op.args, strict=False):
+            if declared.alias_info is not None and isinstance(arg, str):
+                return [arg[1:]] * len(op.outs)
+    return [None] * len(op.outs)
 
 
 def drop_unused(result: FunctionalGraph) -> FunctionalGraph:

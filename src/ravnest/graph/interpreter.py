@@ -18,16 +18,28 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
-from ravnest.graph.ops import ALLOWED, LITERAL, SYM, TRUNC_NORMAL, eval_arguments, needs_device, resolve, schema_of
-from ravnest.graph.program import DTYPES, Arg, Op, Stage, refs
+from ravnest.graph.custom_gradient import with_gradient
+from ravnest.graph.ops import (
+    ALLOWED,
+    LITERAL,
+    SYM,
+    TRUNC_NORMAL,
+    WITH_GRADIENT,
+    eval_arguments,
+    needs_device,
+    resolve,
+    schema_of,
+)
+from ravnest.graph.program import DTYPES, Arg, BackwardPass, Op, Stage, Value, refs
 
 __all__ = ["Interpreter", "Tape", "decode", "linear", "onednn_is_faster", "returns_one", "run_op"]
 
@@ -183,9 +195,20 @@ def run_op(op: Op, env: dict[str, Any], device: torch.device) -> None:
             modes.enter_context(torch.no_grad())
         if op.no_autocast and device.type != "meta":
             modes.enter_context(torch.autocast(device.type, enabled=False))
-        result = resolve(op.op)(*map(value_of, op.args), **{key: value_of(arg) for key, arg in _kwargs(op).items()})
+        function = _custom_gradient(op.backward, device) if op.backward else resolve(op.op)
+        result = function(*map(value_of, op.args), **{key: value_of(arg) for key, arg in _kwargs(op).items()})
     results = (result,) if returns_one(op.op) else result
     env.update((out, item) for out, item in zip(op.outs, results, strict=True) if out)
+
+
+def _custom_gradient(backward: BackwardPass, device: torch.device) -> Callable[..., Any]:
+    def run(values: Sequence[Any]) -> list[Any]:
+        env = dict(zip((*backward.gradients, *backward.saved), values, strict=True))
+        for op in backward.ops:
+            run_op(op, env, device)
+        return [env[name] for name in backward.results if name]
+
+    return with_gradient(run, backward.results)
 
 
 def _execute(instructions: Sequence[_Instruction], env: list[Any]) -> None:
@@ -205,7 +228,7 @@ class _Compiler:
     """Assigns every value, constant and list a slot in the environment and compiles ops to instructions."""
 
     def __init__(self, interpreter: Interpreter, *, training: bool) -> None:
-        stage, self.device = interpreter.stage, interpreter.device
+        stage, self.device, self.fast_linear = interpreter.stage, interpreter.device, interpreter.fast_linear
         self.functions: dict[str, Callable[..., Any]] = (
             {"aten.linear.default": linear} if interpreter.fast_linear else {}
         )
@@ -239,7 +262,7 @@ class _Compiler:
         slots = [self._argument(arg, lists) for arg in (*op.args, *(keywords[key] for key in named))]
         outs = [self._result(out) for out in op.outs]
         single = returns_one(op.op)
-        function = self.functions.get(op.op) or resolve(op.op)
+        function = self._custom_gradient(op.backward) if op.backward else self.functions.get(op.op) or resolve(op.op)
         unused = () if all(op.outs) else (self._unused,)
         return _Instruction(
             function=_with_keywords(function, named) if named else function,
@@ -250,6 +273,14 @@ class _Compiler:
             slots=() if single else tuple(outs),
             freed=(*(self.slot_of[n] for n in freed), *(at for at, _ in lists), *unused),
         )
+
+    def _custom_gradient(self, backward: BackwardPass) -> Callable[..., Any]:
+        """A function with its own backward pass, which is interpreted like a stage."""
+        inputs = tuple(Value(name, "") for name in (*backward.gradients, *backward.saved))
+        outputs = tuple(Value(name, "") for name in backward.results if name)
+        stage = Stage(index=0, count=1, inputs=inputs, outputs=outputs, state=(), ops=backward.ops)
+        run = partial(Interpreter(stage, self.device, fast_linear=self.fast_linear), {})
+        return with_gradient(run, backward.results)
 
     def _result(self, name: str) -> int:
         if not name:
@@ -274,6 +305,8 @@ def returns_one(name: str) -> bool:
     """Whether an op returns one result, not a tuple or list."""
     if name in SYM or name in ("aten.sym_size.int", LITERAL, TRUNC_NORMAL):
         return True
+    if name == WITH_GRADIENT:
+        return False
     returns = schema_of(name).returns
     return len(returns) == 1 and str(returns[0].type) in ("Tensor", "number", "int", "SymInt")
 
@@ -350,7 +383,7 @@ def with_arguments(op: Op, changed: Mapping[str, Any]) -> Op:
             args[position] = value
         elif name in kwargs:
             kwargs[name] = value
-    return Op(op.op, op.outs, tuple(args), kwargs, no_grad=op.no_grad, no_autocast=op.no_autocast)
+    return msgspec.structs.replace(op, args=tuple(args), kwargs=kwargs)
 
 
 _RngState = tuple[Tensor, Tensor | None]

@@ -27,6 +27,7 @@ __all__ = [
     "LITERAL_LIMIT",
     "SYM",
     "TRUNC_NORMAL",
+    "WITH_GRADIENT",
     "Family",
     "is_random",
     "may_share_memory",
@@ -272,6 +273,7 @@ INIT_ALLOWED: dict[str, str] = {
 LITERAL = "ravnest.literal"  # a small tensor literal in a builder: (numbers, dtype, shape)
 LITERAL_LIMIT = 1 << 16
 TRUNC_NORMAL = "ravnest.trunc_normal_"  # (tensor, mean, std, a, b): redraws until all values lie between a and b
+WITH_GRADIENT = "ravnest.with_gradient"  # (outputs, inputs, saved) with a backward pass of its own
 _BOUND = 2**63 - 1
 
 
@@ -423,6 +425,8 @@ def may_share_memory(name: str) -> bool:
     """Whether a result of the op may alias the memory of an argument."""
     if name in SYM or name in ("aten.sym_size.int", LITERAL):
         return False
+    if name in (WITH_GRADIENT, "aten.clone.default"):
+        return name == WITH_GRADIENT
     declared = any(a.alias_info is not None for a in schema_of(name).arguments)
     return declared or ALLOWED[name] in ("views", "conversions", "randomness") or name.startswith("aten.meshgrid.")
 
@@ -435,7 +439,7 @@ def writes_statistics(name: str) -> bool:
 @cache
 def needs_device(name: str) -> bool:
     """Whether the op creates a tensor without tensor arguments, so that it needs an explicit device."""
-    if name in SYM or name in ("aten.sym_size.int", LITERAL, TRUNC_NORMAL):
+    if name in SYM or name in ("aten.sym_size.int", LITERAL, TRUNC_NORMAL, WITH_GRADIENT):
         return False
     arguments = schema_of(name).arguments
     return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)

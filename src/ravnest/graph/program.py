@@ -25,6 +25,7 @@ from ravnest.core.config import Record
 
 __all__ = [
     "Arg",
+    "BackwardPass",
     "Dim",
     "Draw",
     "Init",
@@ -97,7 +98,11 @@ class StateSpec(Record, frozen=True):
 
 
 class Op(Record, frozen=True):
-    """One call: `outs = op(*args, **kwargs)`. An unused result has an empty name."""
+    """One call: `outs = op(*args, **kwargs)`. An unused result has an empty name.
+
+    `ravnest.with_gradient` has the arguments `(outputs, inputs, saved)` and a `backward` pass of its own. Its results
+    are the outputs, whose gradients `backward` turns into those of the inputs.
+    """
 
     op: str
     outs: tuple[str, ...]
@@ -105,6 +110,20 @@ class Op(Record, frozen=True):
     kwargs: dict[str, Arg] = msgspec.field(default_factory=dict)
     no_grad: bool = False
     no_autocast: bool = False
+    backward: BackwardPass | None = None
+
+
+class BackwardPass(Record, frozen=True):
+    """The backward pass of an op, with names of its own.
+
+    It computes `results`, the gradients of the op's inputs ("" for none), from the gradients of the op's results and
+    the saved values, which are named by `gradients` and `saved` in the order of the op.
+    """
+
+    gradients: tuple[str, ...]
+    saved: tuple[str, ...] = ()
+    ops: tuple[Op, ...] = ()
+    results: tuple[str, ...] = ()
 
 
 class Draw(Record, frozen=True):
@@ -159,7 +178,8 @@ class Program:
     the ranges `(first, last)` of ops that must stay in one stage, and `ties` maps other names of a tied parameter to
     its canonical name. `idle` is state that the forward pass never reads. `tensors` are the model's own tensors; those
     of a program traced from a builder are fake, and `init_log` records how to make them. `prediction` is the model's
-    output, if it is a score for every token at every position.
+    output, if it is a score for every token at every position. `untraced` describes backward passes of the model's own
+    that could not be traced: there, autograd differentiates the forward pass.
     """
 
     inputs: tuple[Value, ...]
@@ -175,6 +195,7 @@ class Program:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     init_log: InitLog | None = None
     prediction: Value | None = None
+    untraced: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:

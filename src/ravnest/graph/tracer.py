@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ravnest.errors import TraceError
+from ravnest.graph.backward_extractor import extract_backward
 from ravnest.graph.batch import BatchLayout, batch_size_of, example_tensors, flatten, input_name, split_batch, unflatten
 from ravnest.graph.export import FlatGraph, export_flat
 from ravnest.graph.functionalize import FunctionalGraph, drop_unused, functionalize
+from ravnest.graph.gradient_recorder import HOOKED
 from ravnest.graph.init_recorder import InitLog, record
 from ravnest.graph.program import Op, Program, StateSpec, Value, dtype_name, map_refs, refs
 from ravnest.graph.shapes import infer
@@ -142,7 +144,7 @@ def collect_state(module: LossModule, flat: FlatGraph) -> ModuleState:
     for value, name in flat.state.items():
         original = first[id(tensors_by_name[name])]
         collected.canonical[value] = value_of.setdefault(original, value)
-    read = {collected.canonical.get(name, name) for op in flat.ops for name in refs(op)}
+    read = {collected.canonical.get(name, name) for op in flat.ops if op.op != HOOKED for name in refs(op)}
     for name in first.values():
         value = value_of.get(name, "")
         kind = "parameter" if name in parameters else "buffer"
@@ -246,7 +248,7 @@ def _functional_graph(flat: FlatGraph, collected: ModuleState) -> FunctionalGrap
     flat.ops = [map_refs(op, lambda name: collected.canonical.get(name, name)) for op in flat.ops]
     flat.state = {value: name for value, name in flat.state.items() if collected.canonical[value] == value}
     parameters = {s.name for s in collected.state if s.kind == "parameter"}
-    return drop_unused(functionalize(flat, parameters))
+    return drop_unused(extract_backward(functionalize(flat, parameters)))
 
 
 def _assemble(
@@ -284,6 +286,7 @@ def _assemble(
         tensors=collected.tensors,
         init_log=log,
         prediction=None if tail is None else values[names[prediction]],
+        untraced=flat.untraced,
     )
 
 

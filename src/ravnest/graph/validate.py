@@ -2,7 +2,9 @@
 
 The arguments of an op are checked against its torch schema. A stage's init list is checked as strictly as its ops. An
 error names its location: `op 12 (aten.view.default -> v12): argument size ...`. `kinds` maps every value defined so far
-to "tensor" or "number".
+to "tensor" or "number". A backward pass inside an op is checked by the same rules, in its own names: it reads what the
+op passes to it and nothing else, draws no random numbers, writes only to its own tensors and contains no other backward
+pass.
 """
 
 from __future__ import annotations
@@ -23,12 +25,25 @@ from ravnest.graph.ops import (
     LITERAL_LIMIT,
     SYM,
     TRUNC_NORMAL,
+    WITH_GRADIENT,
     is_random,
     may_share_memory,
     schema_of,
     writes_statistics,
 )
-from ravnest.graph.program import DTYPES, SCALARS, Draw, Init, Op, Stage, StateSpec, Value, num_bytes, refs
+from ravnest.graph.program import (
+    DTYPES,
+    SCALARS,
+    BackwardPass,
+    Draw,
+    Init,
+    Op,
+    Stage,
+    StateSpec,
+    Value,
+    num_bytes,
+    refs,
+)
 
 __all__ = ["check_stage", "location", "declared_arguments"]
 
@@ -176,6 +191,8 @@ def _check_tensor(where: str, dtype: str, shape: Iterable[Any]) -> None:
 
 
 def _check_op(where: str, op: Op, kinds: dict[str, str], allowed: dict[str, str]) -> None:
+    if op.backward is not None:
+        raise ProgramError(f"{where}: this operation may not have a backward pass of its own")
     for name in refs(op):
         if name not in kinds:
             raise ProgramError(f"{where}: it reads {name[:60]!r}, which no earlier op defines")
@@ -193,6 +210,52 @@ def _check_op(where: str, op: Op, kinds: dict[str, str], allowed: dict[str, str]
         _define(out, result, kinds, where)
 
 
+def _check_custom_gradient(where: str, op: Op, kinds: dict[str, str]) -> None:
+    """Check an op with a backward pass of its own, and that backward pass."""
+    backward = op.backward
+    lists = [arg for arg in op.args if isinstance(arg, tuple)]
+    if backward is None or op.kwargs or len(lists) != 3 or len(op.args) != 3:
+        raise ProgramError(f"{where}: it takes three lists (outputs, inputs, saved) and a backward pass")
+    outputs, inputs, saved = lists
+    for arg in (*outputs, *inputs, *saved):
+        if not _is_ref(arg) or str(arg)[1:] not in kinds:
+            raise ProgramError(f"{where}: {arg!r:.60} is not a value that an earlier op defines")
+    if not all(_is_tensor(arg, kinds) for arg in (*outputs, *inputs)):
+        raise ProgramError(f"{where}: its outputs and inputs must be tensors")
+    lengths = len(op.outs), len(backward.gradients), len(backward.saved), len(backward.results)
+    if lengths != (len(outputs), len(outputs), len(saved), len(inputs)) or not outputs:
+        raise ProgramError(f"{where}: its backward pass has other numbers of outputs, inputs or saved values")
+    _check_limit(f"values of {where}", max(lengths), MAX_LIST)
+    _check_backward(where, backward, [kinds[str(arg)[1:]] for arg in saved])
+    for out in filter(None, op.outs):
+        _define(out, "tensor", kinds, where)
+
+
+def _check_backward(where: str, backward: BackwardPass, saved: Sequence[str]) -> None:
+    kinds: dict[str, str] = {}
+    for name in backward.gradients:
+        _define(name, "tensor", kinds, where)
+    for name, kind in zip(backward.saved, saved, strict=True):
+        _define(name, kind, kinds, where)
+    protected = set(kinds)
+    for i, op in enumerate(backward.ops):
+        inside = f"{where}, {location('backward op', i, op)}"
+        _check_op(inside, op, kinds, ALLOWED)
+        if is_random(op.op):
+            raise ProgramError(f"{inside}: a backward pass may not draw random numbers")
+        _check_protected(inside, op, protected)
+    for name in filter(None, backward.results):
+        if kinds.get(name) != "tensor":
+            raise ProgramError(f"{where}: its backward pass returns {name[:60]!r}, which is not a tensor of it")
+
+
+def _check_protected(where: str, op: Op, protected: set[str]) -> None:
+    """Reject a write to `protected` values, and add the results that may share their memory."""
+    _check_writes(where, op, protected)
+    if may_share_memory(op.op) and protected.intersection(refs(op)):
+        protected.update(filter(None, op.outs))
+
+
 def _check_init(init: Init, state: Iterable[StateSpec], limits: StageLimits) -> None:
     _check_limit("init ops", len(init.ops), limits.ops)
     _check_limit("init draws", len(init.draws), limits.ops)
@@ -200,6 +263,8 @@ def _check_init(init: Init, state: Iterable[StateSpec], limits: StageLimits) -> 
     targets = {s.target for s in state}
     for i, op in enumerate(init.ops):
         where = location("init op", i, op)
+        if op.backward is not None:
+            raise ProgramError(f"{where}: an init op may not have a backward pass")
         if op.op == LITERAL:
             _check_literal(where, op)
             _define_init(op.outs[0], kinds, where)
@@ -282,7 +347,7 @@ def check_stage(stage: Stage, limits: StageLimits) -> None:
         raise ProgramError(f"stage format is {stage.format[:40]!r}, expected {_FORMAT!r}: update the older side")
     if not 0 <= stage.index < stage.count <= 10_000:
         raise ProgramError(f"stage index {stage.index} of {stage.count} is out of range")
-    _check_limit("ops", len(stage.ops), limits.ops)
+    _check_limit("ops", sum(1 + len(op.backward.ops if op.backward else ()) for op in stage.ops), limits.ops)
     _check_limit("parameters and buffers", len(stage.state), limits.state)
     _check_limit("inputs", len(stage.inputs), limits.ports)
     _check_limit("outputs", len(stage.outputs), limits.ports)
@@ -293,10 +358,12 @@ def check_stage(stage: Stage, limits: StageLimits) -> None:
     _check_state(stage, kinds, limits)
     protected = {s.name for s in stage.state if s.kind == "parameter" or not s.mutated}
     for i, op in enumerate(stage.ops):
-        _check_op(location("op", i, op), op, kinds, ALLOWED)
-        _check_writes(location("op", i, op), op, protected)
-        if may_share_memory(op.op) and protected.intersection(refs(op)):
-            protected.update(filter(None, op.outs))
+        where = location("op", i, op)
+        if op.op == WITH_GRADIENT:
+            _check_custom_gradient(where, op, kinds)
+        else:
+            _check_op(where, op, kinds, ALLOWED)
+        _check_protected(where, op, protected)
     _check_outputs(stage, kinds, limits)
     if stage.prediction is not None:
         _check_prediction(stage, stage.prediction, kinds, limits)

@@ -7,7 +7,7 @@ the same random numbers:
     the program    cut into stages, encoded and decoded as for a worker, each run forward and back
 
 A difference beyond rounding means that the program trains something else than the user wrote. Some constructs cannot be
-seen in a traced forward pass: a backward pass of the model's own, a hook on gradients, Python's own random numbers.
+traced: a backward pass of the model's own that draws random numbers or calls autograd, Python's own random numbers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction, CrossMapLRN2d
+from torch.utils.checkpoint import CheckpointFunction
 
 from ravnest.errors import TraceError
 from ravnest.graph.cut import Cutter
 from ravnest.graph.interpreter import Interpreter, Tape
 from ravnest.graph.limits import StageLimits
+from ravnest.graph.ops import eval_arguments, is_random
 from ravnest.graph.program import Program, Stage
 from ravnest.graph.serialization import dump, load
 from ravnest.graph.tracer import Loss, LossModule, training_mode
@@ -33,13 +36,14 @@ from ravnest.graph.weights import initialise
 
 __all__ = ["Verification", "verify"]
 
+_EXACT = (CheckpointFunction, BackwardHookFunction, CrossMapLRN2d)  # of torch's autograd functions
 _NUM_STAGES = 3
 _SEED = 20_240_101
 _NO_LIMIT = 1 << 50
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 _NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are sums of rounding errors
 _PYTHON_RANDOM = "the forward pass uses random numbers of Python or NumPy, which are fixed when it is traced"
-_UNKNOWN = "a hook on the gradient of a tensor, or code that behaves differently when it is traced"
+_UNKNOWN = "code that behaves differently when it is traced"
 _REMEDY = "Replace it, or turn this check off with verify=False if the difference is intended"
 
 
@@ -50,6 +54,7 @@ class Verification:
     is_exact: bool  # equal to the last bit
     largest_difference: float  # of a gradient, relative to that gradient's largest element
     batch_effect: float = 0.0  # how far the loss of two microbatches is from the mean of theirs, relatively
+    gradient_effect: float = 0.0  # the same of gradients, if the model has backward passes of its own
 
 
 @dataclass
@@ -100,7 +105,11 @@ def verify(
         result = _compare(program, expected, actual, module, leaves)
         if second is None:
             return result
-        return replace(result, batch_effect=_batch_effect(program, stages, state, leaves, second))
+        return replace(
+            result,
+            batch_effect=_batch_effect(program, stages, state, leaves, second),
+            gradient_effect=_gradient_effect(program, stages, state, leaves, second),
+        )
 
 
 def _batch_effect(
@@ -111,23 +120,75 @@ def _batch_effect(
     second: Sequence[Tensor],
 ) -> float:
     """Compare the loss of two microbatches together with the mean of their losses, as in evaluation."""
+    both, shares = _joined(program, first, second)
+    with torch.no_grad():
+        losses = [float(_evaluate(program, stages, state, leaves)) for leaves in (first, second, both)]
+    mean = losses[0] * shares[0] + losses[1] * shares[1]
+    return abs(losses[2] - mean) / max(abs(mean), abs(losses[2]), 1e-30)
+
+
+def _gradient_effect(
+    program: Program,
+    stages: Sequence[Stage],
+    state: Mapping[str, Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+) -> float:
+    """Compare the gradients of two microbatches together with the sum of theirs, as in evaluation.
+
+    They differ if a backward pass of the model's own is not linear, such as a hook that clips a parameter's gradient.
+    """
+    if all(op.backward is None for op in program.ops) or _draws_in_evaluation(stages):
+        return 0.0
+    both, shares = _joined(program, first, second)
+    whole, *parts = (
+        _evaluated_gradients(program, stages, state, leaves, share)
+        for leaves, share in ((both, 1.0), (first, shares[0]), (second, shares[1]))
+    )
+    effects = [
+        float((gradient - sum(part[name] for part in parts)).abs().max()) / max(float(gradient.abs().max()), 1e-30)
+        for name, gradient in whole.items()
+        if gradient.numel() and all(name in part for part in parts)
+    ]
+    return max(effects, default=0.0)
+
+
+def _draws_in_evaluation(stages: Sequence[Stage]) -> bool:
+    return any(is_random(op.op) and not eval_arguments(op.op) for stage in stages for op in stage.ops)
+
+
+def _joined(
+    program: Program, first: Sequence[Tensor], second: Sequence[Tensor]
+) -> tuple[list[Tensor], tuple[float, float]]:
+    """Two microbatches as one, and the share of each in its samples."""
     is_batched = [bool(v.shape) and isinstance(v.shape[0], tuple) for v in program.inputs]
     both = [torch.cat([a, b]) if split else a for a, b, split in zip(first, second, is_batched, strict=True)]
     sizes = [program.feed.batch_size([("", leaf) for leaf in leaves]) for leaves in (first, second)]
-    losses = [_evaluate(program, stages, state, leaves) for leaves in (first, second, both)]
-    mean = (losses[0] * sizes[0] + losses[1] * sizes[1]) / sum(sizes)
-    return abs(losses[2] - mean) / max(abs(mean), abs(losses[2]), 1e-30)
+    return both, (sizes[0] / sum(sizes), sizes[1] / sum(sizes))
 
 
 def _evaluate(
     program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], leaves: Sequence[Tensor]
-) -> float:
+) -> Tensor:
+    """The loss in evaluation."""
     values: dict[str, Any] = {v.name: leaf for v, leaf in zip(program.inputs, leaves, strict=True)}
-    with torch.no_grad():
-        for stage in stages:
-            outputs = Interpreter(stage)(state, [values[v.name] for v in stage.inputs], training=False)
-            values |= {v.name: output for v, output in zip(stage.outputs, outputs, strict=True)}
-    return float(outputs[0])
+    for stage in stages:
+        outputs = Interpreter(stage)(state, [values[v.name] for v in stage.inputs], training=False)
+        values |= {v.name: output for v, output in zip(stage.outputs, outputs, strict=True)}
+    loss: Tensor = outputs[0]
+    return loss
+
+
+def _evaluated_gradients(
+    program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], leaves: Sequence[Tensor], share: float
+) -> dict[str, Tensor]:
+    parameters = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
+    with torch.enable_grad():
+        loss = _evaluate(program, stages, state, leaves)
+        if not loss.requires_grad:
+            return {}
+        found = torch.autograd.grad(loss, list(parameters.values()), torch.full_like(loss, share), allow_unused=True)
+    return {name: gradient for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
 
 
 def _stages(program: Program, leaves: Sequence[Tensor]) -> list[Stage]:
@@ -248,7 +309,8 @@ def _compare(
         pairs = [(expected.gradients[n], g) for n, g in actual.gradients.items() if n in expected.gradients]
         largest = max((_relative(a, b) for a, b in pairs), default=0.0)
         return Verification(largest == 0.0 and _equal(expected.loss, actual.loss), largest)
-    cause = expected.cause or _instability(expected, _run_model(module, leaves))
+    untraced = "; ".join(program.untraced)
+    cause = untraced or expected.cause or _instability(expected, _run_model(module, leaves))
     text = next(iter(differences.values()))
     more = f", and {len(differences) - 1} more differ" if len(differences) > 1 else ""
     raise TraceError(
@@ -320,13 +382,19 @@ def _instability(first: _Step, second: _Step) -> str:
 
 
 def _cause(module: nn.Module, loss: Tensor) -> str:
-    """A construct in the model that changes gradients without being part of the forward pass."""
+    """A construct in the model that changes gradients and is not traced."""
     for name, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
-            return f"a backward hook of the module {name.removeprefix('model.') or 'itself'}"
+        if part._backward_hooks and not part._is_full_backward_hook:
+            return (
+                f"the backward hook of the module {name.removeprefix('model.') or 'itself'}; "
+                "register_full_backward_hook works"
+            )
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return f"a gradient hook of the parameter {name.removeprefix('model.')}"
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return (
+                f"the hook of the parameter {name.removeprefix('model.')} that runs after its gradient is accumulated; "
+                "register_hook works"
+            )
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
@@ -334,11 +402,9 @@ def _cause(module: nn.Module, loss: Tensor) -> str:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            name = type(node).__name__.removesuffix("Backward")
-            if name == "CheckpointFunction":
-                return "torch.utils.checkpoint with use_reentrant=True; use_reentrant=False works"
-            return f"the autograd function {name}, whose own backward pass is not traced"
+        own = getattr(node, "_forward_cls", None)
+        if own is not None and own.__module__.startswith("torch.") and own not in _EXACT:
+            return f"the autograd function {own.__name__} of torch, whose backward pass is not traced"
         waiting.extend(following for following, _ in node.next_functions)
     return ""
 

@@ -138,8 +138,9 @@ class Job:
         start, folder = self._resumed(config, program, changes, view)
         if start is not None:
             config = replace(config, seed=start.manifest.seed)
-        if config.verify:
-            self._verify(program, example, config, view)
+        is_verified = config.verify and self._verify(program, example, config, view)
+        if program.untraced and not is_verified:
+            view.message(f"autograd replaces a backward pass of the model's own: {'; '.join(program.untraced)}")
         if self.source is not None:
             (folder / "job.txt").write_text(f"{self.source.resolve()}\n")  # for `ravnest export`
         return TracedJob(program, self.optimizer, config, self.batch_size(example), folder, start)
@@ -153,8 +154,8 @@ class Job:
                 raise
             return trace(self.model, self.loss, example, dynamic_batch=False)
 
-    def _verify(self, program: Program, example: Any, config: TrainingConfig, view: ProgressView) -> None:
-        """Compare the program with the model on one microbatch; a model too big for this machine is not compared."""
+    def _verify(self, program: Program, example: Any, config: TrainingConfig, view: ProgressView) -> bool:
+        """Compare the program with the model on one microbatch; returns False if it is too big for this machine."""
         state_bytes = sum(item.num_bytes for item in (*program.state, *program.idle))
         needed_bytes, usable_bytes = _VERIFY_COPIES * state_bytes, host_memory().usable_bytes
         if needed_bytes > usable_bytes:
@@ -162,7 +163,7 @@ class Job:
                 f"not verified: comparing the traced program with the model needs {format_bytes(needed_bytes)} of "
                 f"memory, {format_bytes(usable_bytes)} are free"
             )
-            return
+            return False
         batch_size = self.batch_size(example)
         samples = config.microbatch_of(batch_size)
 
@@ -180,11 +181,19 @@ class Job:
                 "the mean of their losses, so splitting batches would change what is trained. Use a mean over samples, "
                 "or microbatches_per_step=1 (--microbatches-per-step 1), which does not split batches"
             )
+        if result.gradient_effect > _MAX_BATCH_EFFECT:
+            raise ValueError(
+                "a backward pass of the model's own, of an autograd function or a hook, depends on the batch as a "
+                f"whole: the gradient of two microbatches is {result.gradient_effect:.0%} off the sum of theirs, so "
+                "splitting batches would change what is trained. Make it linear in the gradient of each sample, or use "
+                "microbatches_per_step=1 (--microbatches-per-step 1), which does not split batches"
+            )
         if result.batch_effect > _NOTED_BATCH_EFFECT:
             view.message(
                 f"the loss of two microbatches together is {result.batch_effect:.1%} off the mean of their losses, for "
                 "example because padding is left out of its mean; --microbatches-per-step 1 does not split batches"
             )
+        return True
 
     def _resumed(
         self, config: TrainingConfig, program: Program, changes: dict[str, Any], view: ProgressView

@@ -28,6 +28,7 @@ from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.graph import ALLOWED, Interpreter, Stage, StageLimits, dump, load, split, trace
 from ravnest.graph.program import DTYPES, resolve_dim
 from tests.unit.graph.test_attacks import good
+from tests.unit.graph.test_gradient_attacks import good_gradient
 from tests.unit.graph.well_typed import any_stage
 
 LIMITS = StageLimits(batch=3, value_bytes=4 * 2**20, total_bytes=64 * 2**20, state_bytes=4 * 2**20)
@@ -36,13 +37,13 @@ CASES = 700  # of each of the four kinds of damage below
 
 @cache
 def bases() -> tuple[bytes, ...]:
-    """Valid files to start from: stages of a GPT with init lists, of a CNN, and one with sizes and writes."""
+    """Valid files to start from: of a GPT with init lists, of a CNN, with sizes and writes, with a backward pass."""
     config = GPTConfig(vocab=16, context=8, layers=1, width=16, heads=2)
     ids = torch.zeros(2, 8, dtype=torch.int64)
     gpt = trace(lambda: GPT(config), next_token_loss, (ids, ids))
     digits = zoo.digits()
     cnn = trace(digits.build, digits.loss, digits.batch(2))
-    return (*map(dump, split(gpt, [14])), *map(dump, split(cnn, [8])), good())
+    return (*map(dump, split(gpt, [14])), *map(dump, split(cnn, [8])), good(), good_gradient())
 
 
 @st.composite
