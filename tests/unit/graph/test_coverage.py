@@ -25,7 +25,7 @@ OPERATIONS = (
 LAYERS = ("weight_norm", "old weight_norm", "old spectral_norm", "EmbeddingBag", "TransformerEncoder default")
 MODELS = ("gpt2", "opt", "qwen3_moe")
 REFUSED = {
-    "FractionalMaxPool2d", "CrossMapLRN2d", "CTCLoss", "orthogonal", "vmap", "as_strided", "GaussianNLLLoss",
+    "FractionalMaxPool2d", "CTCLoss", "orthogonal", "vmap", "as_strided", "GaussianNLLLoss",
     "AdaptiveLogSoftmaxWithLoss",
 }  # fmt: skip
 
