@@ -82,8 +82,10 @@ class _Extractor:
         """Replace one marker and its backward pass by an op."""
         end = self.entries.index(marker)
         values, *_ = lists = _lists(marker.op)
-        gradients, results = lists[-2:]
-        start = next(i for i, e in enumerate(self.entries) if e.op.outs and e.op.outs[0] in gradients)
+        index, results = marker.op.args[-1], lists[-1]
+        places = [i for i, e in enumerate(self.entries[:end]) if e.op.op == GRADIENT_OF and e.op.args[1] == index]
+        gradients = [self.entries[i].op.outs[0] for i in places][: len(lists[-2])]  # before writes to them
+        start = places[0]
         window = self.entries[start:end]
         self._move_inside(window, gradients, results, marker)
         backward, saved = _backward_of([e.op for e in window if e.is_inside], gradients, results)

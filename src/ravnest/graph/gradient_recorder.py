@@ -16,7 +16,7 @@ differentiates the forward pass instead, and `ravnest.graph.verify` compares the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -139,20 +139,19 @@ class GradientRecorder:
         function = _REPLACED.get(function, function)
         needs = tuple(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         is_recorded = torch.is_grad_enabled() and any(needs)
-        if function is CheckpointFunction and is_recorded:
-            run, _, *inputs = args
-            return run(*inputs)
-        of_torch = function.__module__.startswith("torch.")
-        if not is_recorded or of_torch or self._is_skipped(function):
-            return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
-        index = self._new_pass(function, f"the autograd function {function.__name__}")
         context = _Context(needs)
+        if function is CheckpointFunction:
+            run, _, *inputs = args
+            with nullcontext() if is_recorded else torch.no_grad():
+                return run(*inputs)
+        if function.__module__.startswith("torch."):
+            return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+        if not is_recorded or self._is_skipped(function):
+            with nullcontext() if is_recorded else torch.no_grad():
+                return _forward(function, context, args)
+        index = self._new_pass(function, f"the autograd function {function.__name__}")
         with self._tracing(index), torch.no_grad():
-            if function.setup_context is Function.setup_context:
-                output = function.forward(context, *args)
-            else:
-                output = function.forward(*args)
-                function.setup_context(context, args, output)
+            output = _forward(function, context, args)
             if context.dirty_tensors:
                 raise UntracedBackward(index, "it writes to its inputs (mark_dirty)")
         outputs = list(output) if isinstance(output, tuple) else [output]
@@ -352,6 +351,15 @@ class _Reads(TorchFunctionMode):
         given = torch.utils._pytree.tree_leaves((args, kwargs))
         self.found = self.found or any(arg is tensor for arg in given for tensor in self.tensors)
         return func(*args, **(kwargs or {}))
+
+
+def _forward(function: Any, context: _Context, args: Sequence[Any]) -> Any:
+    """The forward pass of an autograd function, in either of its forms."""
+    if function.setup_context is Function.setup_context:
+        return function.forward(context, *args)
+    output = function.forward(*args)
+    function.setup_context(context, args, output)
+    return output
 
 
 def _of_inputs(given: Sequence[Any], args: Sequence[Any], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -363,6 +363,55 @@ def not_reentrant(x: Tensor) -> Any:
     return checkpoint(lambda y: use(Sign, y.tanh() * 2), x, use_reentrant=False)
 
 
+class Dropped(Function):
+    """Random numbers in the forward pass, and a view of them for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        ctx.mask = (torch.rand_like(x) < 0.5).to(x.dtype)
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient * ctx.mask
+        gradient[:, 0] *= 2
+        return gradient
+
+
+class Passing(Function):
+    """Its input among its outputs, and an output twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
+        z = x + y
+        return y, z, z * 2
+
+    @staticmethod
+    def backward(ctx: Any, of_y: Tensor, of_z: Tensor, of_double: Tensor) -> Any:
+        return of_z * 3, of_y - of_double
+
+
+def defined_inside(x: Tensor) -> Any:
+    """A function and a hook that every forward pass defines anew."""
+
+    class Local(Identity):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient * x.detach().abs()
+
+    y = use(Local, x)
+    if y.requires_grad:
+        hook(y, lambda gradient: gradient + y.detach())
+    return y
+
+
+class CheckpointedData(Model):
+    """A reentrant checkpoint whose inputs need no gradient: its parameters get none either."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.third(checkpoint(self.first, x, use_reentrant=True)))
+
+
 FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "straight-through": lambda: Model(Round.apply),
     "clipped straight-through": lambda: Model(Sign.apply),
@@ -384,7 +433,11 @@ FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "written later": lambda: Model(written_later),
     "without gradients": lambda: Model(without_gradient),
     "reentrant checkpoint": lambda: Model(reentrant),
+    "reentrant checkpoint of data": CheckpointedData,
     "checkpoint": lambda: Model(not_reentrant),
+    "random forward pass": lambda: Model(Dropped.apply),
+    "input as an output": lambda: Model(lambda x: torch.stack(use(Passing, x, x.sin())).sum(0)),
+    "defined inside": lambda: Model(defined_inside),
 }  # fmt: skip
 
 
@@ -489,6 +542,29 @@ def read_only(*args: Any) -> None:
     assert all(arg is not None for arg in args)
 
 
+def written(gradient: Tensor) -> None:
+    gradient.mul_(2).clamp_(-0.05, 0.05)
+
+
+def on_parts(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, 1)
+    hook(second, lambda gradient: gradient * 2)
+    hook(first, written)
+    view = x.view(-1)
+    hook(view, lambda gradient: gradient.sqrt().nan_to_num())
+    return torch.cat([second, first], 1) + view.view(x.shape).sin()
+
+
+def in_loss(x: Tensor) -> Tensor:
+    hook(x, lambda gradient: gradient.softmax(-1))
+    return x
+
+
+class HookedOutput(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return in_loss(super().forward(x))
+
+
 HOOKS: dict[str, Callable[[], nn.Module]] = {
     "on a tensor": lambda: Model(hooked(lambda gradient: gradient * 2)),
     "that clips": lambda: Model(hooked(lambda gradient: gradient.clamp(-0.02, 0.02))),
@@ -511,4 +587,7 @@ HOOKS: dict[str, Callable[[], nn.Module]] = {
     "of the first module": lambda: on_module(before=lambda module, of_outputs: (of_outputs[0] * 2,), part="first"),
     "of the whole model": lambda: on_module(before=lambda module, of_outputs: (of_outputs[0] * 2,), part=""),
     "several tensors of a module": WithGate,
+    "on parts": lambda: Model(on_parts),
+    "on the output": HookedOutput,
+    "that writes": lambda: on_parameter(written),
 }  # fmt: skip
