@@ -73,10 +73,12 @@ class PlanningService:
             self._start(self._plan_soon())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(work)
-        else:
+        if self._task is not None and not self._task.done():
             work.close()
+            return
+        failed, self._task = self._task, asyncio.get_running_loop().create_task(work)
+        if failed is not None:
+            failed.result()  # raises the error of a plan that failed unexpectedly, such as a full disk
 
     async def _plan_soon(self) -> None:
         await asyncio.sleep(_DEBOUNCE_S)
