@@ -112,6 +112,14 @@ class TrainingConfig:
     validation_batches: int = _option(32, _LENGTH, "Held-out batches per evaluation.", min=1)
     seed: int = _option(0, _LENGTH, "Random seed; the same seed and plan give the same weights, bit for bit.")
 
+    max_length: int | None = _option(
+        None, _LENGTH, "Largest length of the data, if it varies from batch to batch. Without it: it must not vary.",
+        min=2,
+    )  # fmt: skip
+    max_batch_size: int | None = _option(
+        None, _LENGTH, "Most samples in a batch. Without it: those of the largest of the first 8 batches.", min=1
+    )
+
     verify: bool = _option(
         True, _LENGTH, "Compare the traced program with the model itself on one microbatch before the first step."
     )

@@ -60,7 +60,8 @@ def test_commands_and_flags() -> None:
         "join": ["--data-dir", "--debug", "--max-upload", "--memory", "--name", "--port", "--threads", "ticket"],
         "kick": ["--debug", "--reason", "--run", "node"],
         "plan": [
-            "--activation-compression", "--allow-single-node", "--debug", "--json", "--max-staleness", "--microbatch",
+            "--activation-compression", "--allow-single-node", "--debug", "--json", "--max-batch-size", "--max-length",
+            "--max-staleness", "--microbatch",
             "--microbatches-per-step", "--no-allow-single-node", "--no-recompute", "--nodes", "--recompute",
             "--seed", "--simulate", "--spares", "--trace", "job",
         ],
@@ -72,7 +73,8 @@ def test_commands_and_flags() -> None:
         "train": [
             "--activation-compression", "--advertise", "--allow-single-node", "--autocast", "--average-every",
             "--averaging-compression", "--checkpoint-every", "--checkpoint-to", "--clusters", "--coordinator-dir",
-            "--cores", "--debug", "--epochs", "--keep-checkpoints", "--listen", "--local", "--max-staleness",
+            "--cores", "--debug", "--epochs", "--keep-checkpoints", "--listen", "--local", "--max-batch-size",
+            "--max-length", "--max-staleness",
             "--memory", "--microbatch", "--microbatches-per-step", "--min-nodes", "--min-stages", "--mode",
             "--no-allow-single-node", "--no-recompute", "--no-verify",
             "--outer-optimizer", "--recompute", "--replicas", "--resume", "--run-dir", "--seed", "--settle-time",

@@ -27,7 +27,7 @@ def demo(
 
     Example: `ravnest demo --steps 1000 --nodes 4`
     """
-    from ravnest.run.job import load_job
+    from ravnest.run.job_file import load_job
 
     path = Path(__file__).parents[1] / "examples" / "char_gpt.py"
     settings = {"on": f"local:{nodes}", "steps": steps, "validate_every": max(1, steps // 4)}

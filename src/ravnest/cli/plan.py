@@ -32,7 +32,10 @@ _MAX_EVENTS = 100_000  # of a timeline: about what a browser can show
 _SPLITS = ("microbatch", "microbatches_per_step")
 
 
-@config_options(*_SPLITS, "max_staleness", "spares", "recompute", "activation_compression", "allow_single_node")
+@config_options(
+    *_SPLITS, "max_length", "max_batch_size", "max_staleness", "spares", "recompute", "activation_compression",
+    "allow_single_node",
+)  # fmt: skip
 def plan(
     job: Annotated[Path, typer.Argument(help="Python file that defines `job = ravnest.Job(...)`.")],
     nodes: Annotated[Path, typer.Option(help="TOML file of the PCs; see `examples/nodes.toml`.")],
@@ -63,7 +66,7 @@ def plan(
     from ravnest.cli.render_plan import make_report, simulation_report
     from ravnest.planner.upgrade import best_upgrade
     from ravnest.run.fleet_plan import make_plan_request
-    from ravnest.run.job import load_job
+    from ravnest.run.job_file import load_job
     from ravnest.simulator.results import timeline
 
     log = Console(stderr=True, highlight=False, soft_wrap=True).print

@@ -99,7 +99,7 @@ def _measure(limits: MachineLimits, name: str | None, job: Path | None, peer: Ad
 
         workload = None
         if job is not None:
-            from ravnest.run.job import load_job
+            from ravnest.run.job_file import load_job
 
             report("the job's program")
             workload = load_job(job).job.workload()

@@ -13,7 +13,7 @@ from ravnest.config import LOCAL, options
 from ravnest.core.config import require
 
 if TYPE_CHECKING:
-    from ravnest.run.job import JobFile
+    from ravnest.run.job_file import JobFile
 
 __all__ = ["run_job", "train"]
 
@@ -47,7 +47,7 @@ def train(
         require(not misplaced, f"{', '.join(misplaced)}: only with --local; nodes that join set their own limits")
     if local is not None or listen is not None:
         changes["on"] = listen or f"local:{local}"
-    from ravnest.run.job import load_job  # imports torch, which takes a second
+    from ravnest.run.job_file import load_job  # imports torch, which takes a second
 
     loaded = load_job(job)
     loaded.job.source = job

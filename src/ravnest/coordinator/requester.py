@@ -27,11 +27,15 @@ __all__ = ["Microbatch", "PlannedClusters", "Requester", "RingShape", "StageFile
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch: its samples, its share of its batch, and its bytes in the layout of the first stage."""
+    """One microbatch: its samples, its share of its batch, and its bytes in the layout of the first stage.
+
+    `sizes` are the sizes that vary with the length of the data.
+    """
 
     samples: int
     share: float
     buffers: Sequence[ReadableBuffer] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

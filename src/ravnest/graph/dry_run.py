@@ -7,7 +7,7 @@ allocated, so rejecting a stage that needs a terabyte costs nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from ravnest.graph.program import (
     Op,
     Stage,
     Value,
+    actual_shapes,
     dtype_name,
     resolve_dim,
     storage_id,
@@ -54,15 +55,22 @@ def _written_tensor(op: Op, env: dict[str, Any]) -> Tensor:
     return tensor
 
 
-def dry_run_batch(stage: Stage, batch: int, limits: StageLimits) -> None:
-    """Dry run at another batch size, before its first microbatch: sizes may depend on it."""
+def dry_run_batch(stage: Stage, batch: int, limits: StageLimits, sizes: tuple[int, ...] = ()) -> None:
+    """Dry run at another batch size, or with other varying sizes of the inputs, before its first microbatch."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _run_ops(stage, batch, limits)
+        _run_ops(stage, batch, limits, actual_shapes(stage.inputs, batch, sizes))
 
 
-def _run_ops(stage: Stage, batch: int, limits: StageLimits) -> None:
-    env: dict[str, Any] = {v.name: _example(v, batch) for v in stage.inputs}
+def _run_ops(stage: Stage, batch: int, limits: StageLimits, shapes: Sequence[tuple[int, ...]] | None = None) -> None:
+    """Run at the given shapes of the inputs, or at their largest."""
+    largest = shapes is None
+    if shapes is None:
+        shapes = [
+            tuple(resolve_dim(d, batch) for d in ((v.number,) if v.number is not None else v.shape))
+            for v in stage.inputs
+        ]
+    env: dict[str, Any] = {v.name: _example(v, shape) for v, shape in zip(stage.inputs, shapes, strict=True)}
     env.update((s.name, _meta(s.shape, s.dtype)) for s in stage.state)
     protected = {storage_id(env[s.name]) for s in stage.state if s.kind == "parameter" or not s.mutated}
     meter = _Meter(limits)
@@ -74,7 +82,7 @@ def _run_ops(stage: Stage, batch: int, limits: StageLimits) -> None:
         if op.backward is not None:
             _run_backward(where, op, op.backward, env, meter)
     for value in (*stage.outputs, *([] if stage.prediction is None else [stage.prediction])):
-        _check_output(value, env[value.name], batch)
+        _check_output(value, env[value.name], batch, exempt=() if largest else value.varying)
 
 
 def _run_backward(where: str, op: Op, backward: BackwardPass, env: dict[str, Any], meter: _Meter) -> None:
@@ -163,21 +171,20 @@ def _meta(shape: tuple[int, ...], dtype: str) -> Tensor:
     return torch.empty(shape, dtype=DTYPES[dtype], device=_META)
 
 
-def _example(value: Value, batch: int) -> Any:
+def _example(value: Value, shape: tuple[int, ...]) -> Any:
     """A meta tensor or number in place of an input."""
-    if value.number is not None:
-        return resolve_dim(value.number, batch)
-    return _meta(tuple(resolve_dim(d, batch) for d in value.shape), value.dtype)
+    return shape[0] if value.number is not None else _meta(shape, value.dtype)
 
 
-def _check_output(value: Value, made: Any, batch: int) -> None:
-    if value.number is not None:
-        if made != resolve_dim(value.number, batch):
-            raise ProgramError(f"output {value.name!r} is declared as {value.number} but is {made} at batch {batch}")
-        return
-    shape = tuple(resolve_dim(d, batch) for d in value.shape)
-    if tuple(made.shape) != shape or dtype_name(made.dtype) != value.dtype:
+def _check_output(value: Value, made: Any, batch: int, exempt: tuple[int, ...]) -> None:
+    """Reject an output that is not as declared; the sizes of the `exempt` dimensions may be smaller."""
+    is_number = value.number is not None
+    declared = tuple(resolve_dim(d, batch) for d in ((value.number,) if value.number is not None else value.shape))
+    sizes, dtype = ((made,), "int") if is_number else (tuple(made.shape), dtype_name(made.dtype))
+    if len(sizes) != len(declared) or dtype != value.dtype or any(
+        not 0 <= size <= wanted if d in exempt else size != wanted
+        for d, (size, wanted) in enumerate(zip(sizes, declared, strict=True))
+    ):  # fmt: skip
         raise ProgramError(
-            f"output {value.name!r} is declared as {value.dtype} {shape} but is {dtype_name(made.dtype)} "
-            f"{tuple(made.shape)} at batch {batch}"
+            f"output {value.name!r} is declared as {value.dtype} {declared} but is {dtype} {sizes} at batch {batch}"
         )

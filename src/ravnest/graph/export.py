@@ -82,11 +82,12 @@ class FlatGraph:
     state: dict[str, str] = field(default_factory=dict)  # value name -> name in the module
     dtypes: dict[str, str] = field(default_factory=dict)  # of the tensors among the values
     constants: dict[str, Tensor] = field(default_factory=dict)  # name in the module -> tensor
+    ranges: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # by input: bounds of varying dimensions
     untraced: tuple[str, ...] = ()  # backward passes of the model's own that are left to autograd
 
 
 def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]]) -> FlatGraph:
-    """Export `module(*inputs)` and flatten it. `dims` are the dimensions that vary with the batch size."""
+    """Export `module(*inputs)` and flatten it. `dims` are the dimensions that vary."""
     skipped: dict[Any, str] = {}
     while True:
         recorder = GradientRecorder(module, skipped)
@@ -137,6 +138,12 @@ _LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 def _explained(error: Exception) -> TraceError:
     text = str(error).strip() or type(error).__name__
     first = text.split("\n\n")[0][:600]
+    if "Constraints violated" in text and ".size()" in text.partition("!")[0]:  # a dimension without a name
+        return TraceError(
+            f"the model fixes the length of its inputs: {first}\n"
+            "Pad all batches to one length in the collator, with an attention mask if the model takes one, and leave "
+            "out max_length."
+        )
     if "Constraints violated" in text or "ConstraintViolation" in type(error).__name__:
         return FixedBatchSize(
             f"the model fixes the batch size: {first}\n"
@@ -146,7 +153,7 @@ def _explained(error: Exception) -> TraceError:
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "GuardOnData" in text:
         return TraceError(
             f"the model's control flow or a shape depends on the values of its tensors: {first}\n"
-            "Use torch.where, masks or a fixed size instead."
+            "Use torch.where, masks or a fixed size instead, and tensors without .item(), float() or int()."
         )
     return TraceError(f"the model cannot be traced: {type(error).__name__}: {first}")
 
@@ -162,6 +169,7 @@ def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:
         spec = targets[node.name]
         if spec.kind.name == "USER_INPUT":
             flat.inputs.append(node.name)
+            flat.ranges.append(_ranges(node.meta["val"], exported.range_constraints))
         elif spec.kind.name in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
             flat.state[node.name] = str(spec.target)
             if spec.kind.name == "CONSTANT_TENSOR":
@@ -178,6 +186,14 @@ def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:
             raise TraceError(f"the loss function must return a tensor that depends on the model, got {output!r}")
         flat.outputs.append(output[1:])
     return flat
+
+
+def _ranges(tensor: Tensor, constraints: Mapping[Any, Any]) -> dict[int, tuple[int, int]]:
+    """The bounds of the dimensions of an input that are symbols of their own."""
+    sizes: list[Any] = list(tensor.shape)
+    symbols = {dim: size.node.expr for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
+    found = {dim: constraints[symbol] for dim, symbol in symbols.items() if symbol in constraints}
+    return {dim: (int(bounds.lower), int(bounds.upper)) for dim, bounds in found.items()}
 
 
 class _Flattener:

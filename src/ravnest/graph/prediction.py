@@ -88,9 +88,9 @@ class PromptEncoder:
 def _kinds(layout: BatchLayout) -> list[str]:
     """For each input of the program: token ids, an attention mask, or something that the prediction does not need."""
     inputs: Any = unflatten(layout.structure, range(len(layout.values)))["inputs"]  # type: ignore[arg-type]
-    if isinstance(inputs, tuple) and len(inputs) == 1:
+    if isinstance(inputs, list | tuple) and len(inputs) == 1:
         inputs = inputs[0]
-    named: Mapping[str, Any] = inputs if isinstance(inputs, dict) else {_TOKENS: inputs}
+    named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {_TOKENS: inputs}
     kinds = [""] * len(layout.values)
     for name, index in named.items():
         if isinstance(index, int) and not isinstance(index, bool) and name in (_TOKENS, _MASK):

@@ -13,7 +13,7 @@ itself. Both consist of the same ops, values and state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from ravnest.core.config import Record
+from ravnest.errors import FrameError
 
 __all__ = [
     "Arg",
@@ -35,12 +36,14 @@ __all__ = [
     "StateSpec",
     "Value",
     "DTYPES",
+    "actual_shapes",
     "dtype_name",
     "map_refs",
     "num_bytes",
     "refs",
     "resolve_dim",
     "storage_id",
+    "varying_sizes",
 ]
 
 if TYPE_CHECKING:
@@ -67,6 +70,9 @@ class Value(Record, frozen=True):
     """A named tensor: dtype, shape, and whether it gets a gradient.
 
     A value can also be a number that depends on the batch size: `dtype` is "int" and `number` its formula.
+
+    `varying` are the dimensions whose size depends on the length of the data: `shape` has their maximum, and each
+    microbatch comes with the actual sizes. `(0,)` for a number that does.
     """
 
     name: str
@@ -74,6 +80,7 @@ class Value(Record, frozen=True):
     shape: tuple[Dim, ...] = ()
     grad: bool = False
     number: Dim | None = None
+    varying: tuple[int, ...] = ()
 
 
 class StateSpec(Record, frozen=True):
@@ -210,8 +217,38 @@ def resolve_dim(dim: Dim, batch: int) -> int:
     return dim if isinstance(dim, int) else dim[0] * batch + dim[1]
 
 
+def varying_sizes(values: Iterable[Value], items: Iterable[Any]) -> tuple[int, ...]:
+    """The sizes of `items` that depend on the length of the data, in order."""
+    return tuple(
+        int(item if value.number is not None else item.shape[dim])
+        for value, item in zip(values, items, strict=True)
+        for dim in value.varying
+    )
+
+
+def actual_shapes(values: Iterable[Value], batch: int, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The shape of each value in a microbatch of `batch` samples with these varying sizes; of a number, the number.
+
+    Raises:
+        FrameError: A size is missing, too many or beyond its maximum.
+    """
+    remaining = iter(sizes)
+    shapes: list[tuple[int, ...]] = []
+    for value in values:
+        shape = [resolve_dim(d, batch) for d in (value.shape if value.number is None else (value.number,))]
+        for dim in value.varying:
+            size = next(remaining, -1)
+            if not 0 <= size <= shape[dim]:
+                raise FrameError(f"dimension {dim} of {value.name!r:.60} must be 0 to {shape[dim]}, got {size}")
+            shape[dim] = size
+        shapes.append(tuple(shape))
+    if next(remaining, None) is not None:
+        raise FrameError(f"more varying sizes than expected: {len(sizes)}")
+    return shapes
+
+
 def num_bytes(value: Value, batch: int) -> int:
-    """Size of a value in a microbatch of `batch` samples."""
+    """Size of a value in a microbatch of `batch` samples; with lengths that vary, the largest."""
     if value.dtype in SCALARS:
         return NUMBER_BYTES
     return prod(resolve_dim(d, batch) for d in value.shape) * DTYPES[value.dtype].itemsize

@@ -2,6 +2,9 @@
 
 A dimension that is `d` at batch p and `e` at batch q is `a * batch + b` with a = (e - d) / (q - p).
 A value gets a gradient if autograd requires one in that run.
+
+If lengths vary, the program runs at the longest and at the shortest ones. A dimension that differs between these is
+varying: its formula gives the size at the longest, and it must not be larger at the shortest.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,14 +46,24 @@ def fake_inputs(values: Sequence[Value], batch: int) -> list[Tensor]:
 
 
 def infer(
-    inputs: Sequence[Value], state: Sequence[StateSpec], ops: Sequence[Op], sources: Sequence[str]
+    inputs: Sequence[Value],
+    state: Sequence[StateSpec],
+    ops: Sequence[Op],
+    sources: Sequence[str],
+    shortest: Sequence[Value] | None = None,
 ) -> tuple[dict[str, Value], set[str]]:
     """Describe every value, inputs included; return also the names of those that cannot be described.
 
-    A value cannot be described if one of its sizes is not `a * batch + b`; it cannot cross a cut.
+    A value cannot be described if one of its sizes is not `a * batch + b`; it cannot cross a cut. `shortest` are the
+    inputs at the shortest lengths, if lengths vary.
     """
     observed = [_observe(inputs, state, ops, sources, batch) for batch in BATCHES]
     described = {name: _describe(name, observed[0][name], observed[1][name]) for name in observed[0]}
+    if shortest is not None:
+        short = [_observe(shortest, state, ops, sources, batch) for batch in BATCHES]
+        described = {
+            name: _varying(value, _describe(name, short[0][name], short[1][name])) for name, value in described.items()
+        }
     undescribed = {name for name, value in described.items() if value is None}
     return {name: value or _at_one_size(name, observed[0][name]) for name, value in described.items()}, undescribed
 
@@ -85,6 +99,26 @@ def _describe(name: str, small: _Observed, large: _Observed) -> Value | None:
         return None
     dims = cast(tuple[Dim, ...], shape)
     return Value(name, "int", number=dims[0]) if small[0] == "int" else Value(name, small[0], dims, grad=small[2])
+
+
+def _varying(longest: Value | None, shortest: Value | None) -> Value | None:
+    """Describe a value by its descriptions at the longest and the shortest lengths."""
+    if longest is None or shortest is None or len(longest.shape) != len(shortest.shape):
+        return None
+    pairs = (
+        [(longest.number, shortest.number)]
+        if longest.number is not None
+        else zip(longest.shape, shortest.shape, strict=True)
+    )
+    varying = []
+    for i, (long, short) in enumerate(pairs):
+        assert long is not None
+        assert short is not None
+        if any(resolve_dim(long, batch) < resolve_dim(short, batch) for batch in (1, *BATCHES)):
+            return None
+        if long != short:
+            varying.append(i)
+    return msgspec.structs.replace(longest, varying=tuple(varying))
 
 
 def _at_one_size(name: str, observed: _Observed) -> Value:

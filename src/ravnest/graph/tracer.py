@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -19,11 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ravnest.errors import TraceError
 from ravnest.graph.backward_extractor import extract_backward
-from ravnest.graph.batch import BatchLayout, batch_size_of, example_tensors, flatten, input_name, split_batch, unflatten
+from ravnest.graph.batch import (
+    BatchLayout,
+    Leaves,
+    batch_size_of,
+    example_tensors,
+    flatten,
+    split_batch,
+    structure_difference,
+    unflatten,
+)
 from ravnest.graph.export import FlatGraph, export_flat
 from ravnest.graph.functionalize import FunctionalGraph, drop_unused, functionalize
 from ravnest.graph.gradient_recorder import HOOKED
 from ravnest.graph.init_recorder import InitLog, record
+from ravnest.graph.lengths import at_shortest, find_lengths, input_values, narrowed
 from ravnest.graph.program import Op, Program, StateSpec, Value, dtype_name, map_refs, refs
 from ravnest.graph.shapes import infer
 
@@ -54,10 +64,10 @@ class LossModule(nn.Module):
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         batch = unflatten(self.structure, leaves)
         inputs = batch["inputs"]
-        if isinstance(inputs, dict):
+        if isinstance(inputs, Mapping):
             output = self.model(**inputs)
         else:
-            output = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+            output = self.model(*inputs) if isinstance(inputs, list | tuple) else self.model(inputs)
         result = _loss_of_output(output) if self.loss is None else self.loss(output, batch["targets"])
         scalar, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         self._check(scalar, metrics)
@@ -66,10 +76,13 @@ class LossModule(nn.Module):
         return (scalar, *(metric.detach() for metric in metrics.values()), *prediction)
 
     def _check(self, scalar: Any, metrics: Any) -> None:
-        if not isinstance(scalar, Tensor) or scalar.dim() != 0 or not scalar.is_floating_point():
-            what = f"a {type(scalar).__name__}"
-            if isinstance(scalar, Tensor):
-                what = f"a {dtype_name(scalar.dtype)} tensor with {scalar.dim()} dimensions"
+        if not isinstance(scalar, Tensor):
+            kind = {torch.SymFloat: "float", torch.SymInt: "int"}.get(type(scalar), type(scalar).__name__)
+            raise TraceError(
+                f"the loss is a {kind}, not a tensor: return the tensor itself, without .item() or float()"
+            )
+        if scalar.dim() != 0 or not scalar.is_floating_point():
+            what = f"a {dtype_name(scalar.dtype)} tensor with {scalar.dim()} dimensions"
             raise TraceError(f"the loss is {what}; it must be a scalar: reduce it, for example with .mean()")
         if not isinstance(metrics, dict) or not all(isinstance(m, Tensor) for m in metrics.values()):
             raise TraceError("the second return value of the loss function must be a dict of tensors to report")
@@ -173,6 +186,8 @@ def trace(
     example_batch: Any,
     *,
     dynamic_batch: bool = True,
+    others: Sequence[Any] = (),
+    max_length: int | None = None,
 ) -> Program:
     """Trace `loss(model(inputs), targets)` in training mode.
 
@@ -181,14 +196,19 @@ def trace(
         loss: Takes the model's output and the targets; returns a scalar, or a scalar and a dict of further tensors to
             report. If None, the batch is the inputs alone and the model returns the loss itself (a scalar, or an
             output with `.loss`).
-        example_batch: A batch with the shapes and dtypes of all later ones.
+        example_batch: A batch with the shapes and dtypes of all later ones, except for the sizes that vary.
         dynamic_batch: Whether the batch size, the first dimension of every tensor where it equals that of the first
             tensor, may vary later.
+        others: Further batches, which show the sizes that vary.
+        max_length: The largest size of a dimension that varies, apart from the batch size. See `find_lengths`.
 
     Raises:
+        ValueError: if the batches do not match each other.
         TraceError: if the model or its loss cannot be turned into a program.
     """
-    structure, leaves = flatten(split_batch(example_batch, has_targets=loss is not None), "batch")
+    structure, examples = _flat_examples((example_batch, *others), has_targets=loss is not None)
+    lengths = find_lengths(examples, max_length)
+    inputs, leaves = input_values(examples, lengths, dynamic_batch=dynamic_batch), examples[0]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     module, log = _build(model, fake)
     labels: list[tuple[str, ...]] = []
@@ -196,18 +216,30 @@ def trace(
     _initialise_lazy(loss_module, [leaf for _, leaf in leaves])
     size = batch_size_of(leaves)
     with fake if log else nullcontext():
-        examples = example_tensors(leaves, max(2, size) if dynamic_batch else size)
-    inputs = _input_values(leaves, size if dynamic_batch else None)
+        tensors = example_tensors(leaves, inputs, max(2, size) if dynamic_batch else size)
     with training_mode(loss_module):
-        flat = export_flat(loss_module, examples, [_dynamic(v) for v in inputs])
+        flat = export_flat(loss_module, tensors, [_dynamic(v) for v in inputs])
     collected = collect_state(loss_module, flat)
     if log is not None:
         for tensor in collected.tensors.values():
             log.constant(tensor)  # literals of the forward pass, and tensors of the loss
     prediction = flat.outputs.pop() if len(flat.outputs) > len(labels[-1]) else ""
     graph = _functional_graph(flat, collected)
-    feed = BatchLayout(structure, loss is not None, inputs)
+    feed = BatchLayout(structure, loss is not None, inputs, narrowed(lengths, flat.ranges))
     return _assemble(flat, graph, collected, feed, labels[-1], log, prediction)
+
+
+def _flat_examples(batches: Sequence[Any], *, has_targets: bool) -> tuple[Any, list[Leaves]]:
+    """The structure of the batches, which must be the same, and the tensors of each."""
+    flat = [flatten(split_batch(batch, has_targets), "batch") for batch in batches]
+    for number, (structure, leaves) in enumerate(flat):
+        if difference := structure_difference(flat[0][0], structure, "batch"):
+            raise ValueError(f"batch {number}: {difference}")
+        for (path, tensor), (_, first) in zip(leaves, flat[0][1], strict=True):
+            if tensor.dtype != first.dtype:
+                kinds = f"{dtype_name(tensor.dtype)} in batch {number} and {dtype_name(first.dtype)} in the first"
+                raise ValueError(f"{path} is {kinds}: convert it in the collator")
+    return flat[0][0], [leaves for _, leaves in flat]
 
 
 def _initialise_lazy(module: LossModule, leaves: Sequence[Tensor]) -> None:
@@ -225,22 +257,13 @@ def _build(model: Any, fake: FakeTensorMode) -> tuple[nn.Module, InitLog | None]
     return record(model, fake)
 
 
-def _input_values(leaves: Sequence[tuple[str, Tensor]], batch: int | None) -> tuple[Value, ...]:
-    taken: set[str] = set()
-    return tuple(
-        Value(
-            input_name(path, taken),
-            dtype_name(tensor.dtype),
-            tuple((1, 0) if i == 0 and d == batch else int(d) for i, d in enumerate(tensor.shape)),
-        )
-        for path, tensor in leaves
-    )
-
-
 def _dynamic(value: Value) -> dict[int, object]:
-    if not value.shape or isinstance(value.shape[0], int):
-        return {}
-    return {0: torch.export.Dim("batch", min=2, max=1 << 20)}
+    dims: dict[int, object] = {
+        dim: torch.export.Dim.DYNAMIC(min=2, max=cast(int, value.shape[dim])) for dim in value.varying
+    }
+    if value.shape and isinstance(value.shape[0], tuple):
+        dims[0] = torch.export.Dim("batch", min=2, max=1 << 20)
+    return dims
 
 
 def _functional_graph(flat: FlatGraph, collected: ModuleState) -> FunctionalGraph:
@@ -268,7 +291,8 @@ def _assemble(
     state = tuple(
         msgspec.structs.replace(s, name=names[s.name], mutated=s.name in graph.mutated) for s in collected.state
     )
-    values, undescribed = infer(feed.values, state, ops, graph.sources)
+    shortest = at_shortest(feed.values, feed.lengths) if feed.lengths else None
+    values, undescribed = infer(feed.values, state, ops, graph.sources, shortest)
     uncuttable = {s.name for s in state if s.mutated} | undescribed
     ranges = (*graph.atomic_ranges, *_ranges(ops, uncuttable))
     tail = _ops_after(ops, names.get(prediction, ""), state)

@@ -377,16 +377,23 @@ def _check_value(value: Value, limits: StageLimits) -> None:
         if value.dtype != "int" or value.number is None or value.shape or value.grad:
             raise ProgramError(f"{where}: a number that crosses a cut must be a size that depends on the batch")
         _check_tensor(where, "int64", (value.number,))
+        _check_varying(where, value.varying, 1)
         return
     if value.number is not None:
         raise ProgramError(f"{where} is a tensor and must not have a number")
     _check_tensor(where, value.dtype, value.shape)
+    _check_varying(where, value.varying, len(value.shape))
     if value.grad and not DTYPES[value.dtype].is_floating_point and not DTYPES[value.dtype].is_complex:
         raise ProgramError(f"{where} is {value.dtype}: it cannot have a gradient")
     for batch in (1, limits.batch):
         if any(not isinstance(d, int) and d[0] * batch + d[1] < 0 for d in value.shape):
             raise ProgramError(f"{where} has a negative size at batch {batch}")
     _check_limit(f"bytes in {where}", num_bytes(value, limits.batch), limits.value_bytes)
+
+
+def _check_varying(where: str, varying: tuple[int, ...], num_dims: int) -> None:
+    if not all(0 <= dim < num_dims for dim in varying) or sorted(set(varying)) != list(varying):
+        raise ProgramError(f"{where}: {varying!r:.60} are not increasing dimensions of a value with {num_dims}")
 
 
 def _check_state(stage: Stage, kinds: dict[str, str], limits: StageLimits) -> None:

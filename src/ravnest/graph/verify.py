@@ -53,6 +53,7 @@ class Verification:
 
     is_exact: bool  # equal to the last bit
     largest_difference: float  # of a gradient, relative to that gradient's largest element
+    loss: float
     batch_effect: float = 0.0  # how far the loss of two microbatches is from the mean of theirs, relatively
     gradient_effect: float = 0.0  # the same of gradients, if the model has backward passes of its own
 
@@ -75,6 +76,7 @@ def verify(
     *,
     seed: int,
     second: Sequence[Tensor] | None = None,
+    weights: tuple[float, float] | None = None,
 ) -> Verification:
     """Compare the program with the model that it was traced from.
 
@@ -85,6 +87,7 @@ def verify(
         leaves: The tensors of one microbatch, in the program's order.
         seed: The seed of the initial weights, if `model` is a function.
         second: Another microbatch, to find out whether the loss of a batch is the mean of its microbatches' losses.
+        weights: The weights of both microbatches in that mean. Default: their samples.
 
     Raises:
         TraceError: if the program would train something else; the message names the parameter and the likely cause.
@@ -105,10 +108,14 @@ def verify(
         result = _compare(program, expected, actual, module, leaves)
         if second is None:
             return result
+        sizes = weights or (program.feed.size_of(leaves), program.feed.size_of(second))
+        if not all(sizes):  # a microbatch without weight is not trained
+            return result
+        shares = sizes[0] / sum(sizes), sizes[1] / sum(sizes)
         return replace(
             result,
-            batch_effect=_batch_effect(program, stages, state, leaves, second),
-            gradient_effect=_gradient_effect(program, stages, state, leaves, second),
+            batch_effect=_batch_effect(program, stages, state, leaves, second, shares),
+            gradient_effect=_gradient_effect(program, stages, state, leaves, second, shares),
         )
 
 
@@ -118,9 +125,10 @@ def _batch_effect(
     state: Mapping[str, Tensor],
     first: Sequence[Tensor],
     second: Sequence[Tensor],
+    shares: tuple[float, float],
 ) -> float:
     """Compare the loss of two microbatches together with the mean of their losses, as in evaluation."""
-    both, shares = _joined(program, first, second)
+    both = _joined(program, first, second)
     with torch.no_grad():
         losses = [float(_evaluate(program, stages, state, leaves)) for leaves in (first, second, both)]
     mean = losses[0] * shares[0] + losses[1] * shares[1]
@@ -133,6 +141,7 @@ def _gradient_effect(
     state: Mapping[str, Tensor],
     first: Sequence[Tensor],
     second: Sequence[Tensor],
+    shares: tuple[float, float],
 ) -> float:
     """Compare the gradients of two microbatches together with the sum of theirs, as in evaluation.
 
@@ -140,7 +149,7 @@ def _gradient_effect(
     """
     if all(op.backward is None for op in program.ops) or _draws_in_evaluation(stages):
         return 0.0
-    both, shares = _joined(program, first, second)
+    both = _joined(program, first, second)
     whole, *parts = (
         _evaluated_gradients(program, stages, state, leaves, share)
         for leaves, share in ((both, 1.0), (first, shares[0]), (second, shares[1]))
@@ -157,14 +166,10 @@ def _draws_in_evaluation(stages: Sequence[Stage]) -> bool:
     return any(is_random(op.op) and not eval_arguments(op.op) for stage in stages for op in stage.ops)
 
 
-def _joined(
-    program: Program, first: Sequence[Tensor], second: Sequence[Tensor]
-) -> tuple[list[Tensor], tuple[float, float]]:
-    """Two microbatches as one, and the share of each in its samples."""
+def _joined(program: Program, first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    """Two microbatches as one."""
     is_batched = [bool(v.shape) and isinstance(v.shape[0], tuple) for v in program.inputs]
-    both = [torch.cat([a, b]) if split else a for a, b, split in zip(first, second, is_batched, strict=True)]
-    sizes = [program.feed.batch_size([("", leaf) for leaf in leaves]) for leaves in (first, second)]
-    return both, (sizes[0] / sum(sizes), sizes[1] / sum(sizes))
+    return [torch.cat([a, b]) if split else a for a, b, split in zip(first, second, is_batched, strict=True)]
 
 
 def _evaluate(
@@ -196,7 +201,7 @@ def _stages(program: Program, leaves: Sequence[Tensor]) -> list[Stage]:
     cutter = Cutter(program)
     wanted = [len(program.ops) * i // _NUM_STAGES for i in range(1, _NUM_STAGES)]
     cuts = sorted({min(cutter.legal, key=lambda cut: abs(cut - at)) for at in wanted}) if cutter.legal else []
-    samples = program.feed.batch_size([("", leaf) for leaf in leaves])
+    samples = program.feed.size_of(leaves)
     limits = StageLimits(batch=max(2, samples), state_bytes=_NO_LIMIT, value_bytes=_NO_LIMIT)
     return [load(dump(stage), limits) for stage in cutter.split(cuts)]
 
@@ -272,7 +277,7 @@ def _loss_of(module: LossModule, leaves: Sequence[Tensor]) -> Tensor:
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's model
-        raise TraceError(f"the model fails on the first batch: {type(error).__name__}: {error}") from error
+        raise TraceError(f"the model fails on one of the first batches: {type(error).__name__}: {error}") from error
     return loss
 
 
@@ -308,7 +313,8 @@ def _compare(
     if not differences:
         pairs = [(expected.gradients[n], g) for n, g in actual.gradients.items() if n in expected.gradients]
         largest = max((_relative(a, b) for a, b in pairs), default=0.0)
-        return Verification(largest == 0.0 and _equal(expected.loss, actual.loss), largest)
+        is_exact = largest == 0.0 and _equal(expected.loss, actual.loss)
+        return Verification(is_exact, largest, float(expected.loss))
     untraced = "; ".join(program.untraced)
     cause = untraced or expected.cause or _instability(expected, _run_model(module, leaves))
     text = next(iter(differences.values()))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Protocol
 
+import msgspec
 from torch import Tensor
 
 from ravnest.core.clock import Clock, SystemClock
@@ -85,7 +86,8 @@ class LoopContext:
     after: Outlet
     observer: Observer
     codecs: StageCodecs
-    admit: Callable[[int], None] = lambda batch: None  # raises if a microbatch of this size would take too much memory
+    # raises if a microbatch of this batch size and these varying sizes would take too much memory
+    admit: Callable[[int, tuple[int, ...]], None] = lambda batch, sizes: None
     clock: Clock = field(default_factory=SystemClock)
 
 
@@ -172,18 +174,18 @@ class Loop:
             return
         header, tensors = item
         match header:
-            case Forward(batch=batch):
-                self.admit(batch)
-                self._forwards.append(_QueuedMicrobatch(header, self.codecs.inputs.unpack(batch, tensors), tensors))
+            case Forward(batch=batch, sizes=sizes):
+                self.admit(batch, sizes)
+                values = self.codecs.inputs.unpack(batch, tensors, sizes)
+                self._forwards.append(_QueuedMicrobatch(header, values, tensors))
                 self.schedule.input_arrived()
-            case Evaluate(evaluation=number, batch=batch, fresh=fresh):
-                self.admit(batch)
-                self._forwards.append(_QueuedMicrobatch(header, self.codecs.inputs.unpack(batch, tensors)))
+            case Evaluate(evaluation=number, batch=batch, fresh=fresh, sizes=sizes):
+                self.admit(batch, sizes)
+                self._forwards.append(_QueuedMicrobatch(header, self.codecs.inputs.unpack(batch, tensors, sizes)))
                 self.schedule.evaluation_arrived(number, fresh=fresh)
-            case Backward(batch=batch):
-                self._backwards.append(
-                    _QueuedMicrobatch(header, self.codecs.gradients_in.unpack(batch, tensors), tensors)
-                )
+            case Backward(batch=batch, sizes=sizes):
+                values = self.codecs.gradients_in.unpack(batch, tensors, sizes)
+                self._backwards.append(_QueuedMicrobatch(header, values, tensors))
                 self.schedule.gradient_arrived()
             case Lend(version=version, owner=owner, until=until, names=names):
                 if self.index < until:
@@ -223,17 +225,23 @@ class Loop:
             if not isfinite(values[0]):
                 self.end_after(step)  # no gradient of this step goes back, so no stage can apply it
         else:
-            self.after.put(header, self.codecs.outputs.pack(outputs))
+            self._send_outputs(header, outputs)
         self.schedule.done(action)
+
+    def _send_outputs(self, header: Forward | Evaluate, outputs: Sequence[Any]) -> None:
+        sizes = self.codecs.outputs.sizes(outputs)
+        if sizes != header.sizes:
+            header = msgspec.structs.replace(header, sizes=sizes)
+        self.after.put(header, self.codecs.outputs.pack(outputs))
 
     def _backward(self, action: Action) -> None:
         sent = self._in_flight.pop(action.number)
         received = None if self.is_last_stage else self._backwards.popleft()
         gradients = self.trainer.backward(action.number, None if received is None else self._align(received.values))
-        packed = self.codecs.gradients_out.pack(
-            [g for g, v in zip(gradients, self.trainer.stage.inputs, strict=True) if v.grad]
-        )
-        self.before.put(Backward(action.number, sent.header.batch), packed)
+        sent_back = [g for g, v in zip(gradients, self.trainer.stage.inputs, strict=True) if v.grad]
+        codec = self.codecs.gradients_out
+        packed = codec.pack(sent_back)
+        self.before.put(Backward(action.number, sent.header.batch, codec.sizes(sent_back)), packed)
         self.codecs.inputs.recycle(sent.buffers)
         if received is not None and not _overlap(received.buffers, packed):
             self.codecs.gradients_in.recycle(received.buffers)
@@ -314,7 +322,7 @@ class Loop:
         if self.is_last_stage:
             self.observer.evaluation(action.number, header.batch, [float(o) for o in outputs])
         else:
-            self.after.put(header, self.codecs.outputs.pack(outputs))
+            self._send_outputs(header, outputs)
         self.schedule.done(action)
 
     @property

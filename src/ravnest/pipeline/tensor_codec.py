@@ -2,8 +2,8 @@
 
 Activations and their gradients (values with a gradient) may be compressed: to bfloat16, or to int8 with one float
 scale per row, x ~ q * s with s = max|row| / 127, so that the error of an element is at most s / 2. Other values are
-sent unchanged; numbers that the batch size determines are not sent. Received buffers are reused when their microbatch
-is done.
+sent unchanged; numbers that the batch size determines are not sent. Sizes that vary with the length of the data are in
+the message's header. Received buffers are reused when their microbatch is done, unless their sizes vary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ravnest.errors import FrameError
 from ravnest.graph import Stage, Value
-from ravnest.graph.program import DTYPES, resolve_dim
+from ravnest.graph.program import DTYPES, actual_shapes, varying_sizes
 
 __all__ = ["TensorCodec", "StageCodecs", "as_bytes"]
 
@@ -31,13 +31,19 @@ class TensorCodec:
         self.values = tuple(values)
         self.compression = compression
         self.max_batch = max_batch
+        self.has_varying_sizes = any(value.varying for value in self.values)
         self._spare: defaultdict[tuple[torch.dtype, tuple[int, ...]], deque[Tensor]] = defaultdict(deque)
 
-    def allocate(self, batch: int, lengths: Sequence[int]) -> list[Tensor]:
+    def sizes(self, items: Sequence[Any]) -> tuple[int, ...]:
+        """The sizes of `items` that the header of their message must have."""
+        return varying_sizes(self.values, items) if self.has_varying_sizes else ()
+
+    def allocate(self, batch: int, lengths: Sequence[int], sizes: Sequence[int] = ()) -> list[Tensor]:
         """Memory for a message of `batch` samples. Raises `FrameError` if its buffers have unexpected sizes."""
         if not 1 <= batch <= self.max_batch:
             raise FrameError(f"a microbatch must have 1 to {self.max_batch} samples, got {batch}")
-        layouts = [layout for value in self.values for layout in self._layouts(value, batch)]
+        shapes = actual_shapes(self.values, batch, sizes)
+        layouts = [x for value, shape in zip(self.values, shapes, strict=True) for x in self._layouts(value, shape)]
         expected = [prod(shape) * dtype.itemsize for dtype, shape in layouts]
         if expected != list(lengths):
             raise FrameError(f"buffers must have {expected!r:.100} bytes, got {list(lengths)!r:.100}")
@@ -51,16 +57,19 @@ class TensorCodec:
                 buffers += self._encode(value, item)
         return buffers
 
-    def unpack(self, batch: int, buffers: Sequence[Tensor]) -> list[Any]:
+    def unpack(self, batch: int, buffers: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[Any]:
         """Decode the buffers of a received message."""
         remaining = iter(buffers)
+        shapes = actual_shapes(self.values, batch, sizes)
         return [
-            resolve_dim(value.number, batch) if value.number is not None else self._decode(value, remaining)
-            for value in self.values
+            shape[0] if value.number is not None else self._decode(value, remaining)
+            for value, shape in zip(self.values, shapes, strict=True)
         ]
 
     def recycle(self, buffers: Iterable[Tensor]) -> None:
         """Reuse these received buffers for later messages."""
+        if self.has_varying_sizes:  # a buffer of each size would be kept
+            return
         for buffer in buffers:
             self._spare[buffer.dtype, tuple(buffer.shape)].append(buffer)
 
@@ -73,10 +82,9 @@ class TensorCodec:
     def _compression_of(self, value: Value) -> str:
         return self.compression if value.grad and value.dtype == "float32" and value.shape else "none"
 
-    def _layouts(self, value: Value, batch: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    def _layouts(self, value: Value, shape: tuple[int, ...]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         if value.number is not None:
             return []
-        shape = tuple(resolve_dim(d, batch) for d in value.shape)
         match self._compression_of(value):
             case "bf16":
                 return [(torch.bfloat16, shape)]

@@ -12,11 +12,15 @@ __all__ = ["feed_purpose", "Backward", "Data", "Evaluate", "Forward", "Lend", "N
 
 
 class Forward(TaggedRecord, frozen=True):
-    """The outputs of a stage for a microbatch of `batch` samples. `share` is its fraction of the step's samples."""
+    """The outputs of a stage for a microbatch of `batch` samples. `share` is the weight of its loss in the step.
+
+    `sizes` are the sizes that vary with the length of the data, in the order of the values; so in all messages.
+    """
 
     microbatch: int
     batch: int
     share: float = 1.0
+    sizes: tuple[int, ...] = ()
 
 
 class Evaluate(TaggedRecord, frozen=True):
@@ -30,6 +34,7 @@ class Evaluate(TaggedRecord, frozen=True):
     batch: int
     fresh: bool = False
     positions: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 class Backward(TaggedRecord, frozen=True):
@@ -37,6 +42,7 @@ class Backward(TaggedRecord, frozen=True):
 
     microbatch: int
     batch: int
+    sizes: tuple[int, ...] = ()
 
 
 class Lend(TaggedRecord, frozen=True):

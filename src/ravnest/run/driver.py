@@ -120,7 +120,9 @@ class RunDriver:
 
     def __init__(self, job: TracedJob, prepared: _Prepared, view: ProgressView) -> None:
         self._job, self._prepared, self._view = job, prepared, view
-        self._queue = BatchQueue(job.program, batch_size=job.batch_size, max_batch=prepared.builder.microbatch)
+        self._queue = BatchQueue(
+            job.program, batch_size=job.batch_size, max_batch=prepared.builder.microbatch, weight=job.weight
+        )
         self._checkpoints = job.checkpoints()
         self._monitor = RunMonitor(
             [v.name for v in job.program.outputs], prepared.builder, self._checkpoints, view, job.folder, self._queue,
@@ -240,20 +242,31 @@ class RunDriver:
                     self._evaluate(
                         self._leading(is_started=self._prepared.nodes is None), validate(), step=number, fresh=False
                     )
+                is_first_pass = batches.epochs == 0
                 batch = batches.next()
                 if batch is None:
                     break
+                if is_first_pass and batches.epochs:
+                    self._report_restart(number)
                 self._order_checkpoint(number)
                 self._queue.offer(batch)
             except RavnestError:
                 raise
-            except Exception as error:  # of the user's iterator, or a batch that does not match the first
+            except Exception as error:  # of the user's iterator, or a batch that does not match the first ones
+                if self._stop.is_requested:  # Ctrl-C also ended the worker processes of the user's loader
+                    break
                 return error
             number += 1
             self._thread.soon(lambda coordinator: coordinator.running.offer_batches())
             for text in self._checkpoints.messages():
                 self._view.message(text)
         return None
+
+    def _report_restart(self, number: int) -> None:
+        config = self._job.config
+        if config.epochs is None:
+            end = "" if config.steps else "; --steps or --epochs ends the run, and so does Ctrl-C"
+            self._view.message(f"the data ended after {number} batches and start over{end}")
 
     def _order_checkpoint(self, number: int) -> None:
         """Order the next checkpoint before batch `number` is offered.

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ravnest.errors import WeightsError
-from ravnest.graph import Interpreter, Program, split, trace
+from ravnest.graph import Interpreter, Program, split
 from ravnest.graph.prediction import PromptEncoder, best_tokens, prediction_stage
 from ravnest.graph.weights import WeightsFile, open_weights, replay
 from ravnest.run.checkpoint.export import newest_weights
-from ravnest.run.data import Batches
 from ravnest.run.job import Job
 
 __all__ = ["Candidates", "CheckpointPredictor", "Predict", "generate_tokens"]
@@ -35,7 +34,7 @@ class CheckpointPredictor:
 
     def __init__(self, run: Path, job: Job) -> None:
         self.source = newest_weights(run)
-        program = trace(job.model, job.loss, Batches(job.data).first)
+        program = job.workload().program
         self._encoder = PromptEncoder(program)
         (stage,) = split(program, [])
         self._interpreter = Interpreter(prediction_stage(stage))

@@ -4,18 +4,16 @@ job = ravnest.Job(model=lambda: GPT(config), loss=loss_fn, optimizer=ravnest.Ada
 run = job.train(steps=1000, on="local:4")
 run.state_dict()
 
-A job file is an ordinary Python file that defines `job`. It runs on the requester's machine and nowhere else. Each run
-has a directory, by default a new one under `runs/`.
+Each run has a directory, by default a new one under `runs/`.
 """
 
 from __future__ import annotations
 
-import runpy
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from ravnest.config import TrainingConfig
 from ravnest.core.config import require
 from ravnest.core.units import format_bytes
-from ravnest.errors import FixedBatchSize, WeightsError
+from ravnest.errors import FixedBatchSize, TraceError, WeightsError
 from ravnest.graph import Program, trace
 from ravnest.graph.batch import batch_size_of, flatten, split_batch
 from ravnest.graph.verify import verify
@@ -34,13 +32,14 @@ from ravnest.profiling.speed import Workload
 from ravnest.run.checkpoint.format import Checkpoint
 from ravnest.run.checkpoint.resume import check_same, open_checkpoint
 from ravnest.run.checkpoint.writer import fetch_checkpoint, is_url
-from ravnest.run.data import Batches, limited
+from ravnest.run.data import Batches, Weight, sample_weights
 from ravnest.run.driver import train
 from ravnest.run.metrics import ProgressView
+from ravnest.run.model_check import check_model, progress_messages
 from ravnest.run.result import Run
 from ravnest.run.traced_job import TracedJob
 
-__all__ = ["Job", "Run", "JobFile", "load_job"]
+__all__ = ["Job", "Run"]
 
 _MAX_BATCH_EFFECT, _NOTED_BATCH_EFFECT = 0.1, 0.005  # of the loss
 _VERIFY_COPIES = 4  # of the parameters: the model, the program's own, and the gradients of both
@@ -48,6 +47,13 @@ _VERIFY_COPIES = 4  # of the parameters: the model, the program's own, and the g
 
 def new_folder(folder: Path | str | None, name: str) -> Path:
     """Return the directory of a new run: the given one, or a new one under `runs/`."""
+    try:
+        return _new_folder(folder, name)
+    except OSError as error:
+        raise ValueError(f"the directory of the run cannot be made: {error}; choose another with --run-dir") from error
+
+
+def _new_folder(folder: Path | str | None, name: str) -> Path:
     if folder is not None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -80,10 +86,12 @@ class Job:
         model: A module, or a function that builds one; with a function, no process holds the whole model.
         loss: A function of the model's output and the targets that returns the loss, or a dict whose first value is
             the loss. None: a batch is the inputs alone, and the model returns the loss.
-        data: An iterable of batches `(inputs, targets)`. A list or loader starts over when it ends; an iterator ends
-            the run.
+        data: An iterable of batches `(inputs, targets)`; see the page on data for other forms. A list or loader starts
+            over when it ends; an iterator ends the run.
         optimizer: The optimizer. Default: AdamW.
         validation: An iterable of held-out batches, in the form of `data`. Default: none.
+        weight: A function of a batch that returns the weight of each sample in the loss of its batch, as a tensor. For
+            a loss that is a mean over tokens: the number of tokens of each sample. Default: 1 for every sample.
         name: The name of the job, for its directory. Default: "run".
         config: How to train; see `TrainingConfig`.
         tokenizer: For `ravnest generate`: an object with `encode(text)` and `decode(ids)`, such as a tokenizer of
@@ -96,6 +104,7 @@ class Job:
     data: Iterable[Any]
     optimizer: Optimizer = field(default_factory=AdamW)
     validation: Iterable[Any] | None = None
+    weight: Weight | None = None
     name: str = "run"
     config: TrainingConfig = field(default_factory=TrainingConfig)
     tokenizer: Any = None
@@ -125,36 +134,57 @@ class Job:
                 chosen = replace(
                     chosen, resume=fetch_checkpoint(str(chosen.resume), folder).parent.parent, run_dir=None
                 )
-            batches = Batches(self.data)
-            job = self._traced(chosen, batches.first, changes, view)
-            return train(job, limited(batches, job.config.epochs), self._validation(job.config), view)
+            check_model(self.model)
+            batches = Batches(self.data, chosen.epochs)
+            try:
+                job = self._traced(chosen, batches.examples, changes, view)
+                return train(job, batches, self._validation(job.program, job.config), view)
+            finally:
+                batches.close()
         finally:
             view.close()
 
-    def _traced(self, config: TrainingConfig, example: Any, changes: dict[str, Any], view: ProgressView) -> TracedJob:
+    def _traced(
+        self, config: TrainingConfig, examples: Sequence[Any], changes: dict[str, Any], view: ProgressView
+    ) -> TracedJob:
+        batch_size = self._batch_size(examples, config)
         if config.listens:
             view.message("tracing the model")
-        program = self._trace(config, example)
-        start, folder = self._resumed(config, program, changes, view)
+        with progress_messages(view, "building and tracing the model"):
+            program = self._trace(config, examples)
+        start = self._resumed(config, program, changes, view)
         if start is not None:
             config = replace(config, seed=start.manifest.seed)
-        is_verified = config.verify and self._verify(program, example, config, view)
+        is_verified = False
+        if config.verify:
+            with progress_messages(view, "comparing the traced program with the model"):
+                is_verified = self._verify(program, examples, config, view)
         if program.untraced and not is_verified:
             view.message(f"autograd replaces a backward pass of the model's own: {'; '.join(program.untraced)}")
+        folder = self._folder(config, start)
         if self.source is not None:
             (folder / "job.txt").write_text(f"{self.source.resolve()}\n")  # for `ravnest export`
-        return TracedJob(program, self.optimizer, config, self.batch_size(example), folder, start)
+        return TracedJob(program, self.optimizer, config, batch_size, folder, start, self.weight)
 
-    def _trace(self, config: TrainingConfig, example: Any) -> Program:
+    def _trace(self, config: TrainingConfig, examples: Sequence[Any]) -> Program:
         """Trace the model; batches that are not split may have a fixed size."""
+        first, *others = examples
         try:
-            return trace(self.model, self.loss, example)
+            program = trace(self.model, self.loss, first, others=others, max_length=config.max_length)
         except FixedBatchSize:
             if config.microbatches_per_step != 1:
                 raise
-            return trace(self.model, self.loss, example, dynamic_batch=False)
+            program = trace(
+                self.model, self.loss, first, others=others, max_length=config.max_length, dynamic_batch=False
+            )
+        if not program.outputs[0].grad:
+            raise ValueError(
+                "the loss does not depend on any trainable parameter: check that it uses the model's output, without "
+                ".detach() and torch.no_grad(), and that a parameter has requires_grad=True"
+            )
+        return program
 
-    def _verify(self, program: Program, example: Any, config: TrainingConfig, view: ProgressView) -> bool:
+    def _verify(self, program: Program, examples: Sequence[Any], config: TrainingConfig, view: ProgressView) -> bool:
         """Compare the program with the model on one microbatch; returns False if it is too big for this machine."""
         state_bytes = sum(item.num_bytes for item in (*program.state, *program.idle))
         needed_bytes, usable_bytes = _VERIFY_COPIES * state_bytes, host_memory().usable_bytes
@@ -164,22 +194,21 @@ class Job:
                 f"memory, {format_bytes(usable_bytes)} are free"
             )
             return False
-        batch_size = self.batch_size(example)
+        batch_size = self._batch_size(examples, config)
         samples = config.microbatch_of(batch_size)
-
-        def part(start: int) -> list[Tensor]:
-            return [
-                leaf[start : start + samples] if value.shape and isinstance(value.shape[0], tuple) else leaf
-                for leaf, value in zip(program.feed(example), program.inputs, strict=True)
-            ]
-
-        second = part(samples) if batch_size > samples else None
-        result = verify(program, self.model, self.loss, part(0), seed=config.seed, second=second)
-        if result.batch_effect > _MAX_BATCH_EFFECT:
+        batches = [program.feed(batch) for batch in examples]
+        first = batches[0]
+        size = program.feed.size_of(first)
+        second = program.feed.slice(first, samples, 2 * samples) if size > samples else None
+        weights = sample_weights(program, first, self.weight, size)
+        result = verify(
+            program, self.model, self.loss, program.feed.slice(first, 0, samples), seed=config.seed, second=second,
+            weights=(float(weights[:samples].sum()), float(weights[samples : 2 * samples].sum())),
+        )  # fmt: skip
+        if not isfinite(result.loss) and bool(weights[:samples].sum()):
             raise ValueError(
-                f"the loss depends on the batch as a whole: that of two microbatches is {result.batch_effect:.0%} off "
-                "the mean of their losses, so splitting batches would change what is trained. Use a mean over samples, "
-                "or microbatches_per_step=1 (--microbatches-per-step 1), which does not split batches"
+                f"the loss of the first batch is {result.loss}: check the data and the loss, for example for a "
+                "division by zero or a logarithm of 0"
             )
         if result.gradient_effect > _MAX_BATCH_EFFECT:
             raise ValueError(
@@ -188,25 +217,51 @@ class Job:
                 "splitting batches would change what is trained. Make it linear in the gradient of each sample, or use "
                 "microbatches_per_step=1 (--microbatches-per-step 1), which does not split batches"
             )
-        if result.batch_effect > _NOTED_BATCH_EFFECT:
-            view.message(
-                f"the loss of two microbatches together is {result.batch_effect:.1%} off the mean of their losses, for "
-                "example because padding is left out of its mean; --microbatches-per-step 1 does not split batches"
-            )
+        self._check_batch_effect(result.batch_effect, view)
+        smallest = min(batches, key=lambda leaves: sum(leaf.numel() for leaf in leaves))
+        if [leaf.shape for leaf in smallest] != [leaf.shape for leaf in first]:
+            self._verify_smallest(program, smallest, -(-batch_size // samples), config.seed)
         return True
+
+    def _verify_smallest(self, program: Program, leaves: Sequence[Tensor], count: int, seed: int) -> None:
+        """Compare the program with the model on the smallest microbatch of another batch, split into `count`."""
+        size = program.feed.size_of(leaves)
+        samples = max(1, size // count)
+        try:
+            verify(program, self.model, self.loss, program.feed.slice(leaves, 0, samples), seed=seed)
+        except TraceError as error:
+            raise TraceError(
+                f"a batch of {size} samples, split into microbatches of {samples}, cannot be trained: {error}. Leave "
+                "smaller batches out (drop_last=True), or use fewer microbatches (--microbatches-per-step)"
+            ) from error
+
+    def _check_batch_effect(self, effect: float, view: ProgressView) -> None:
+        if effect > _MAX_BATCH_EFFECT:
+            raise ValueError(
+                f"the loss depends on the batch as a whole: that of two microbatches is {effect:.0%} off the mean of "
+                "their losses, so splitting batches would change what is trained. Use a mean over samples, give the "
+                "weights of the samples with ravnest.Job(weight=...), or set "
+                "microbatches_per_step=1 (--microbatches-per-step 1), which does not split batches"
+            )
+        if effect > _NOTED_BATCH_EFFECT:
+            view.message(
+                f"the loss of two microbatches together is {effect:.1%} off the mean of their losses, for example "
+                "because padding is left out of its mean; ravnest.Job(weight=...) gives the weights of the samples, "
+                "--microbatches-per-step 1 does not split batches"
+            )
 
     def _resumed(
         self, config: TrainingConfig, program: Program, changes: dict[str, Any], view: ProgressView
-    ) -> tuple[Checkpoint | None, Path]:
-        """Return the checkpoint to resume from, if it belongs to this job, and the run's directory."""
+    ) -> Checkpoint | None:
+        """Return the checkpoint to resume from, if there is one and it belongs to this job."""
         if config.resume is None:
-            return None, new_folder(config.run_dir, self.name)
+            return None
         try:
             start = open_checkpoint(config.resume, config.run_dir, view)
         except WeightsError:
             if not config.listens:
                 raise
-            return None, Path(config.resume).resolve()  # its nodes may have replicas
+            return None  # its nodes may have replicas
         seed = start.manifest.seed
         require(changes.get("seed", seed) == seed, f"the run has seed {seed}, which cannot be changed")
         require(
@@ -215,43 +270,46 @@ class Job:
         )
         for text in check_same(start, program, self.optimizer):
             view.message(text)
-        return start, resumed_folder(config.run_dir, start)
+        return start
+
+    def _folder(self, config: TrainingConfig, start: Checkpoint | None) -> Path:
+        """Return the run's directory."""
+        if config.resume is None:
+            return new_folder(config.run_dir, self.name)
+        return Path(config.resume).resolve() if start is None else resumed_folder(config.run_dir, start)
 
     def workload(self) -> Workload:
         """Return the job's program at the size of a microbatch, to measure the speed of a machine."""
-        example = Batches(self.data).first
-        return Workload(trace(self.model, self.loss, example), self.config.microbatch_of(self.batch_size(example)))
+        check_model(self.model)
+        batches = Batches(self.data)
+        try:
+            batch_size = self._batch_size(batches.examples, self.config)
+            return Workload(self._trace(self.config, batches.examples), self.config.microbatch_of(batch_size))
+        finally:
+            batches.close()
 
-    def batch_size(self, example: Any) -> int:
-        """Return the number of samples in a batch."""
-        return batch_size_of(flatten(split_batch(example, self.loss is not None), "batch")[1])
+    def _batch_size(self, examples: Sequence[Any], config: TrainingConfig) -> int:
+        """Return the number of samples in the largest batch: the declared one, or that of the first batches."""
+        has_loss = self.loss is not None
+        sizes = [batch_size_of(flatten(split_batch(batch, has_loss), "batch")[1]) for batch in examples]
+        largest = max(sizes)
+        require(min(sizes) > 0, "a batch must have at least one sample, got 0")
+        require(
+            config.max_batch_size is None or config.max_batch_size >= largest,
+            f"a batch has {largest} samples, max_batch_size is {config.max_batch_size}",
+        )
+        return config.max_batch_size or largest
 
-    def _validation(self, config: TrainingConfig) -> Callable[[], Sequence[Any]] | None:
+    def _validation(self, program: Program, config: TrainingConfig) -> Callable[[], Sequence[Any]] | None:
+        """Return a function that returns the held-out batches; the first one is checked now."""
         if self.validation is None:
             return None
         held_out = self.validation
+        if isinstance(held_out, Iterator):  # it can be read once
+            held_out = list(islice(held_out, config.validation_batches))
+        for batch in islice(held_out, 1):
+            try:
+                program.feed(batch)
+            except ValueError as error:
+                raise ValueError(f"the held-out data do not match the data: {error}") from error
         return lambda: list(islice(held_out, config.validation_batches))
-
-
-@dataclass(frozen=True)
-class JobFile:
-    """The job of a file, and its optional `after(run)`, which returns a text to print at the end."""
-
-    job: Job
-    after: Callable[[Any], str] | None
-
-
-def load_job(path: Path) -> JobFile:
-    """Run a job file; raises `ValueError` if it does not define a job."""
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist or is not a file")
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        names = runpy.run_path(str(path), run_name="ravnest_job")
-    except SyntaxError as error:
-        raise ValueError(f"{path} is not valid Python: {error}") from error
-    job = names.get("job")
-    if not isinstance(job, Job):
-        problem = "it defines no 'job'" if job is None else f"its 'job' is a {type(job).__name__}"
-        raise ValueError(f"{path}: {problem}. Write: job = ravnest.Job(model=..., loss=..., data=...)")
-    return JobFile(job, names.get("after"))

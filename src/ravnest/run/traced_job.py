@@ -12,13 +12,14 @@ from ravnest.pipeline.optimizers import Optimizer
 from ravnest.run.checkpoint.format import Checkpoint, unused_tensors
 from ravnest.run.checkpoint.resume import describe
 from ravnest.run.checkpoint.writer import CheckpointConfig, RunCheckpoints
+from ravnest.run.data import Weight
 
 __all__ = ["TracedJob"]
 
 
 @dataclass(frozen=True)
 class TracedJob:
-    """`batch_size` is that of the first batch; `start` is the checkpoint to resume from."""
+    """`batch_size` is that of the largest batch; `start` is the checkpoint to resume from."""
 
     program: Program
     optimizer: Optimizer
@@ -26,6 +27,7 @@ class TracedJob:
     batch_size: int
     folder: Path
     start: Checkpoint | None = None
+    weight: Weight | None = None
 
     @property
     def trainer(self) -> TrainerConfig:

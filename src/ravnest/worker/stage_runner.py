@@ -108,9 +108,9 @@ class StageLink:
         """Allocate tensors for a message, if this neighbour may send one of its kind and size."""
         match header:
             case Forward() | Evaluate() if Forward in self._codecs:
-                return self._codecs[Forward].allocate(header.batch, lengths)
+                return self._codecs[Forward].allocate(header.batch, lengths, header.sizes)
             case Backward() if Backward in self._codecs:
-                return self._codecs[Backward].allocate(header.batch, lengths)
+                return self._codecs[Backward].allocate(header.batch, lengths, header.sizes)
             case Lend(names=names) | Return(names=names):
                 return self._allocate_tied(names, lengths)
             case Norm() if not lengths:
@@ -166,6 +166,7 @@ class NullLink:
 SendReport: TypeAlias = Callable[[Report], None]
 
 _MAX_WAIT_S = 1.0
+_MAX_CHECKED = 10_000  # sizes of microbatches that are remembered
 
 
 class StageRunner:
@@ -376,14 +377,15 @@ def peak_memory_bytes() -> int:
     return 0
 
 
-def _batch_check(stage: Stage, limits: StageLimits) -> Callable[[int], None]:
-    """Return a function that dry-runs each microbatch size once, before it is computed."""
-    checked = {limits.batch}
+def _batch_check(stage: Stage, limits: StageLimits) -> Callable[[int, tuple[int, ...]], None]:
+    """Return a function that dry-runs each size of microbatches once, before it is computed."""
+    checked: set[tuple[int, ...]] = {(limits.batch,)}
 
-    def check(batch: int) -> None:
-        if batch not in checked:
-            dry_run_batch(stage, batch, limits)
-            checked.add(batch)
+    def check(batch: int, sizes: tuple[int, ...]) -> None:
+        if (batch, *sizes) not in checked:
+            dry_run_batch(stage, batch, limits, sizes)
+            if len(checked) < _MAX_CHECKED:
+                checked.add((batch, *sizes))
 
     return check
 

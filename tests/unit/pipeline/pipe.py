@@ -15,6 +15,7 @@ from torch import Tensor
 from ravnest.core.metrics import StageMetrics
 from ravnest.core.schedule import PipelineSchedule, StageSchedule
 from ravnest.graph import Program, Stage, split, stage_weights
+from ravnest.graph.program import varying_sizes
 from ravnest.pipeline.accumulation import GradientAccumulator
 from ravnest.pipeline.config import StageRole, TrainerConfig, roles
 from ravnest.pipeline.loop import Inbox, Loop, LoopContext
@@ -198,13 +199,14 @@ def _feed(
         if step in evaluate:
             batch, fresh = evaluate[step]
             leaves = program.feed(batch)
-            inbox.put(Evaluate(step, len(leaves[0]), fresh), leaves)
+            inbox.put(Evaluate(step, len(leaves[0]), fresh, sizes=varying_sizes(program.inputs, leaves)), leaves)
         if step == len(batches):
             break
         leaves = program.feed(batches[step])
         for microbatch in microbatches(leaves, accumulate):
             size = len(microbatch[0])
-            inbox.put(Forward(number, size, size / len(leaves[0])), microbatch)
+            sizes = varying_sizes(program.inputs, microbatch)
+            inbox.put(Forward(number, size, size / len(leaves[0]), sizes), microbatch)
             number += 1
 
 

@@ -68,7 +68,8 @@ class FeedController:
         self._batches[step] = batch, sum(microbatch.samples for microbatch in microbatches if microbatch.share)
         for i, microbatch in enumerate(microbatches):
             number = step * self.accumulate + i
-            self._queue.append(FeedMessage(Forward(number, microbatch.samples, microbatch.share), microbatch.buffers))
+            header = Forward(number, microbatch.samples, microbatch.share, microbatch.sizes)
+            self._queue.append(FeedMessage(header, microbatch.buffers))
         self._limit_in_flight(microbatches[0].samples)
         while self._evaluations and self._evaluations[0][0] <= self.steps:
             self._queue.extend(self._evaluations.popleft()[1])
@@ -81,7 +82,7 @@ class FeedController:
     def evaluate(self, first: int, microbatches: Sequence[Microbatch], *, fresh: bool, after_batches: int = 0) -> None:
         """Queue held-out microbatches, numbered from `first`, behind the others and `after_batches` more batches."""
         messages = [
-            FeedMessage(Evaluate(first + i, microbatch.samples, fresh), microbatch.buffers)
+            FeedMessage(Evaluate(first + i, microbatch.samples, fresh, sizes=microbatch.sizes), microbatch.buffers)
             for i, microbatch in enumerate(microbatches)
         ]
         if after_batches:
@@ -91,7 +92,7 @@ class FeedController:
 
     def predict(self, number: int, prompt: Microbatch, positions: tuple[int, ...]) -> None:
         """Queue a prompt before the next microbatch, to predict the token that follows each position."""
-        message = FeedMessage(Evaluate(number, prompt.samples, positions=positions), prompt.buffers)
+        message = FeedMessage(Evaluate(number, prompt.samples, positions=positions, sizes=prompt.sizes), prompt.buffers)
         self._queue.appendleft(message)
 
     def release_evaluations(self) -> None:

@@ -21,7 +21,7 @@ from ravnest.errors import WeightsError
 from ravnest.graph import StateSpec, write_weights
 from ravnest.graph.weights import WeightsFile, open_weights
 from ravnest.run.checkpoint.format import Checkpoint, choose
-from ravnest.run.job import load_job
+from ravnest.run.job_file import load_job
 
 __all__ = ["export", "job_file", "newest_weights"]
 
