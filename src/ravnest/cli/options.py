@@ -37,6 +37,14 @@ class Command(TyperCommand):
         end = args.index("--") if "--" in args else len(args)
         return super().parse_args(ctx, [*map(_current_flag, args[:end]), *args[end:]])
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise ValueError(
+                "the code of the job asks for input, and there is none: give it a default, or run it in a terminal"
+            ) from error
+
 
 def _current_flag(arg: str) -> str:
     flag, equals, value = arg.partition("=")
