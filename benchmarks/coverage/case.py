@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,11 @@ def _run_plain(case: Case) -> None:
     batch = unflatten(structure, [leaf for _, leaf in leaves])
     inputs = batch["inputs"]
     output = (
-        model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        model(**inputs)
+        if isinstance(inputs, Mapping)
+        else model(*inputs)
+        if isinstance(inputs, list | tuple)
+        else model(inputs)
     )
     loss = output["loss"] if case.loss is None else case.loss(output, batch["targets"])
     loss.backward()
