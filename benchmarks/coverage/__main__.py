@@ -1,78 +1,98 @@
 """Which models train as they are: `python -m benchmarks.coverage`.
 
-Every layer and loss of torch.nn, operations that users' models call, and the causal language models of transformers
-with their default configurations (made small), each as an instance and as a builder: traced, cut in three, passed
-through the wire form, and compared with plain PyTorch.
+Every layer and loss of torch.nn, operations that users' models call, the architectures of transformers' auto classes
+with their default configurations (made small), a model of every family of timm, and the models of torchvision: as an
+instance and as a builder, with labels and with a loss function, traced, cut in three, passed through the wire form, and
+compared with plain PyTorch. The whole survey takes hours; `--record FILE` lets it be interrupted and continued.
 """
 
 from __future__ import annotations
 
-import signal
+import random
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from collections.abc import Sequence
+from pathlib import Path
 
-import torch
-
-from benchmarks.coverage.case import Case, Outcome, examine
-from benchmarks.coverage.huggingface import causal_cases
-from benchmarks.coverage.layers import layer_cases, loss_cases, operation_cases
+from benchmarks.coverage.case import Outcome
+from benchmarks.coverage.heads import TASKS
+from benchmarks.coverage.survey import GROUPS, subjects, survey
 from benchmarks.report import Report, arguments
 
-FORMS = ("instance", "builder")
-TIMEOUT_S = 120
-GROUPS: dict[str, Callable[[], Iterable[Case]]] = {
-    "layer": layer_cases, "loss": loss_cases, "operation": operation_cases, "causal": causal_cases,
-}  # fmt: skip
-TARGETS = {"layer": ">= 0.98", "loss": ">= 0.98", "causal": ">= 0.95"}
-QUICK_EVERY = 8  # of all cases
-
-
-class _TooLong(Exception):
-    pass
-
-
-def _alarm(number: int, frame: FrameType | None) -> None:
-    raise _TooLong
-
-
-def outcomes(cases: Iterable[Case]) -> Iterator[Outcome]:
-    signal.signal(signal.SIGALRM, _alarm)
-    for case in cases:
-        for form in FORMS:
-            signal.alarm(TIMEOUT_S)
-            try:
-                yield examine(case, form)
-            except _TooLong:
-                yield Outcome(case.name, case.group, form, "refused", f"took longer than {TIMEOUT_S} s")
-            finally:
-                signal.alarm(0)
+CHECKS = {  # name -> groups, least share that trains exactly
+    "layers and losses of torch.nn": (("layer", "loss"), ">= 0.98"),
+    "causal language models of transformers": (("causal",), ">= 0.95"),
+    "all architectures of transformers": (tuple(TASKS), ">= 0.9"),
+    "families of timm": (("timm",), ">= 0.95"),
+    "models of torchvision": (("torchvision",), ">= 0.95"),
+}
+QUICK_EVERY = 25  # of all models
+KINDS = ("exact", "close", "refused", "wrong", "crashed", "not tried")
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), default=list(GROUPS))
-    parser.add_argument("--names", nargs="*", help="cases whose name contains one of these")
+    parser.add_argument("--names", nargs="*", help="models whose name contains one of these")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--record", type=Path, help="append outcomes to this file, and do not repeat those in it")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    keys = [(s.group, s.name) for s in subjects(options.only)]
+    if options.names:
+        keys = [key for key in keys if any(part in key[1] for part in options.names)]
+    if options.quick:
+        keys = keys[::QUICK_EVERY]
+    random.Random(0).shuffle(keys)  # so that an interrupted survey is a sample of all groups
+    found: list[Outcome] = []
+    for outcome in survey(keys, options.processes, options.record):
+        found.append(outcome)
+        if outcome.kind not in ("exact", "close"):
+            print(f"{outcome.group} {outcome.name} ({outcome.form}): {outcome.kind}: {outcome.reason}", flush=True)
+    report_of(found).finish(options.json)
+
+
+def report_of(found: Sequence[Outcome]) -> Report:
+    """A row per group, the checks, and a row for every model that is not trained exactly."""
     report = Report("coverage")
-    for group in options.only:
-        cases = [c for c in GROUPS[group]() if not options.names or any(n in c.name for n in options.names)]
-        if options.quick:
-            cases = cases[::QUICK_EVERY]
-        found: list[Outcome] = []
-        for outcome in outcomes(cases):
-            found.append(outcome)
-            if outcome.kind not in ("exact", "close"):
-                print(f"{outcome.group} {outcome.name} ({outcome.form}): {outcome.kind}: {outcome.reason}", flush=True)
-        counts = Counter(outcome.kind for outcome in found)
-        tried = sum(n for kind, n in counts.items() if kind != "broken")
-        good = counts["exact"] + counts["close"]
-        report.rows.append({"group": group, "tried": tried, "share": good / max(tried, 1), **{
-            kind: counts[kind] for kind in ("exact", "close", "refused", "differs", "crashed", "broken")}})  # fmt: skip
-        if group in TARGETS and not options.names:
-            report.check(f"exact, {group}", good / max(tried, 1), TARGETS[group])
-    report.finish(options.json)
+    groups = dict.fromkeys(outcome.group for outcome in found)
+    for group in groups:
+        counts = Counter(outcome.kind for outcome in found if outcome.group == group)
+        kinds = {kind: counts[kind] for kind in KINDS}
+        report.rows.append({"group": group, "tried": _tried(counts), "share": _share(counts), **kinds})
+    for name, (members, target) in CHECKS.items():
+        counts = Counter(outcome.kind for outcome in found if outcome.group in members)
+        if _tried(counts):
+            report.check(f"exact or within rounding, {name}", _share(counts), target)
+    total = Counter(outcome.kind for outcome in found)
+    report.check("wrong", total["wrong"], "== 0")
+    report.check("crashed", total["crashed"], "== 0")
+    for kind in ("wrong", "crashed", "refused", "not tried"):
+        report.rows += _reasons([outcome for outcome in found if outcome.kind == kind])
+    return report
+
+
+def _tried(counts: Counter[str]) -> int:
+    return sum(n for kind, n in counts.items() if kind != "not tried")
+
+
+def _share(counts: Counter[str]) -> float:
+    return (counts["exact"] + counts["close"]) / max(_tried(counts), 1)
+
+
+def _reasons(found: Sequence[Outcome]) -> list[dict[str, str]]:
+    """A row per model with its forms and the first line of the reason."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for outcome in found:
+        row = rows.setdefault(
+            (outcome.group, outcome.name),
+            {"group": outcome.group, "model": outcome.name, "outcome": outcome.kind, "forms": "", "reason": ""},
+        )
+        row["forms"] = "; ".join(filter(None, (row["forms"], outcome.form)))
+        row["reason"] = row["reason"] or _PATH.sub("", outcome.reason.partition("\n")[0])[:200]
+    return list(rows.values())
+
+
+_PATH = re.compile(r"/\S*/(?=\w+\.py)")  # of a file, which depends on the machine
 
 
 if __name__ == "__main__":

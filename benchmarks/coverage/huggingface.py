@@ -2,61 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.coverage.case import Case
+from benchmarks.coverage.case import Case, NotTried, Subject, run_plain
+from benchmarks.coverage.heads import TASKS, Task, Trial
+from benchmarks.coverage.shrink import small_configs
 
-__all__ = ["causal_cases"]
+__all__ = ["architectures"]
 
-_SMALL: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "intermediate_size": 64, "vocab_size": 99, "max_position_embeddings": 64, "n_embd": 32, "n_layer": 2, "n_head": 4,
-    "n_positions": 64, "n_ctx": 64, "n_inner": 64, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2,
-    "num_heads": 4, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "ffn_dim": 64, "embedding_size": 32,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    "word_embed_proj_dim": 32, "state_size": 8, "expand": 2, "n_groups": 1,
-    "rotary_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "n_group": 1, "topk_group": 1, "emb_dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64,
-    "attention_hidden_size": 32, "num_decoder_layers": 2, "num_encoder_layers": 2, "decoder_start_token_id": 1,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "ffn_hidden_size": 64, "hidden_dim": 64,
-    "sliding_window": 8,
-}  # fmt: skip
-_SAMPLES, _LENGTH = 3, 12
+_MAX_PARAMETERS = 60_000_000
+_SEARCH_S = 60  # for a configuration that works
 
 
-def tiny(config: Any) -> Any:
-    """The configuration with small sizes, nested ones included."""
-    for name, value in _SMALL.items():
-        if isinstance(getattr(config, name, None), int | float) and not isinstance(getattr(config, name), bool):
-            setattr(config, name, value)
-    for name, part in list(vars(config).items()):
-        if name.endswith("_config") and hasattr(part, "to_dict"):
-            tiny(part)
-    if isinstance(getattr(config, "layer_types", None), list):
-        config.layer_types = config.layer_types[:2]
-    return config
+def architectures(group: str) -> Iterator[Subject]:
+    """Every architecture of an auto class."""
+    from transformers.models.auto import modeling_auto
+
+    task = TASKS[group]
+    for kind in getattr(modeling_auto, f"MODEL_FOR_{task.mapping}_MAPPING_NAMES"):
+        yield Subject(kind, group, partial(_cases, kind, group, task))
 
 
-def _batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 99, (_SAMPLES, _LENGTH), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
+def _cases(kind: str, group: str, task: Task) -> list[Case]:
+    """The model with labels and with a loss function, in both forms; of other groups than `causal` one form each."""
+    import transformers
+
+    auto: Any = getattr(transformers, task.auto)
+    config = transformers.AutoConfig.for_model(kind)
+    labelled, trial = _first_that_trains(kind, group, auto, small_configs(config), task)
+    both = _with_loss_function(labelled, trial, config)
+    if group == "causal":
+        return both if trial.labels else both[1:]
+    if not trial.labels:
+        return [both[1]]
+    return [replace(case, forms=(form,)) for case, form in zip(both, ("instance", "builder"), strict=True)]
 
 
-def causal_cases() -> Iterator[Case]:
-    """Every causal language model of the auto classes; those whose configuration cannot be made small are `broken`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _first_that_trains(kind: str, group: str, auto: Any, configs: Iterator[Any], task: Task) -> tuple[Case, Trial]:
+    """The first configuration and inputs that plain PyTorch trains."""
+    reasons: list[str] = []
+    end = time.monotonic() + _SEARCH_S
+    for config in configs:
+        if time.monotonic() > end:
+            break
+        build = partial(auto.from_config, config)
+        try:
+            main = _main_input(build)
+        except Exception as error:  # this configuration does not work in plain PyTorch: try the next
+            reasons.append(_short(error))
+            continue
+        for trial in task.trials(config, main):
+            case = Case(kind, group, build, None, partial(dict, {**trial.inputs, **trial.labels}))
+            if not trial.labels:
+                case = Case(kind, group, build, trial.loss, partial(_pair, trial))
+            try:
+                run_plain(case)
+                return case, trial
+            except Exception as error:  # these inputs do not work in plain PyTorch: try the next
+                reasons.append(_short(error))
+    raise NotTried(" | ".join(dict.fromkeys(reasons)) or "no small configuration is valid")
 
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
 
-        def build(kind: str = kind) -> nn.Module:
-            model: nn.Module = AutoModelForCausalLM.from_config(tiny(AutoConfig.for_model(kind)))
-            return model
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:120]
 
-        yield Case(kind, "causal", build, None, _batch)
+
+def _main_input(build: Callable[[], nn.Module]) -> str:
+    """The name of the model's first input; `NotTried` if the model is too large."""
+    with torch.device("meta"):
+        model: Any = build()
+    if (count := sum(p.numel() for p in model.parameters())) > _MAX_PARAMETERS:
+        raise NotTried(f"{count / 1e6:.0f}M parameters")
+    return str(model.main_input_name)
+
+
+def _pair(trial: Trial) -> tuple[Any, Any]:
+    return dict(trial.inputs), trial.targets
+
+
+def _with_loss_function(labelled: Case, trial: Trial, config: Any) -> list[Case]:
+    if labelled.loss is not None:
+        return [labelled, labelled]
+    inputs = dict(trial.inputs)
+    if getattr(config, "is_encoder_decoder", False) and "labels" in trial.labels:
+        inputs["decoder_input_ids"] = trial.targets
+    functional = replace(labelled, loss=trial.loss, batch=partial(_pair, replace(trial, inputs=inputs)))
+    try:
+        run_plain(functional)
+    except Exception:  # its output is not what the loss function takes
+        return [labelled, labelled]
+    return [labelled, functional]

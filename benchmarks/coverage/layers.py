@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.coverage.case import Case
+from benchmarks.coverage.case import Case, Subject
 
-__all__ = ["layer_cases", "loss_cases", "operation_cases"]
+__all__ = ["layer_cases", "layers", "loss_cases", "losses", "operation_cases", "operations"]
 
 _SAMPLES = 4
 
@@ -375,3 +375,19 @@ def operation_cases() -> Iterator[Case]:
             name, "operation", partial(_Call, function, shape[-1]), F.mse_loss,
             partial(_regression, shape),
         )  # fmt: skip
+
+
+def _subject(case: Case) -> Subject:
+    return Subject(case.name, case.group, lambda: [case])
+
+
+def layers() -> Iterator[Subject]:
+    yield from map(_subject, layer_cases())
+
+
+def losses() -> Iterator[Subject]:
+    yield from map(_subject, loss_cases())
+
+
+def operations() -> Iterator[Subject]:
+    yield from map(_subject, operation_cases())

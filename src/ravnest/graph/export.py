@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from ravnest.errors import FixedBatchSize, TraceError, UnsupportedOp
+from ravnest.errors import TraceError, UnsupportedOp
+from ravnest.graph.data_checks import passing_checks
+from ravnest.graph.export_errors import IN_TORCH, another_configuration, explained
+from ravnest.graph.fake_kernels import bounded_shapes
 from ravnest.graph.gradient_recorder import (
     CUSTOM_GRADIENT,
     GRADIENT_OF,
@@ -30,6 +33,7 @@ from ravnest.graph.gradient_recorder import (
 )
 from ravnest.graph.ops import ALLOWED, FAMILIES, functional_form
 from ravnest.graph.program import Arg, Op, dtype_name
+from ravnest.graph.quiet import quiet_export
 
 __all__ = ["FlatGraph", "Ref", "encode_call", "export_flat", "op_name", "without_out"]
 
@@ -47,7 +51,8 @@ _RENAMED = {  # the same operation under its name on the allow-list
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.to.prim_Device": "aten.to.device",
-    "aten._unsafe_view.default": "aten.view.default",
+    "aten.view.default": "aten.reshape.default",  # what crosses a cut is contiguous, which a view may not expect
+    "aten._unsafe_view.default": "aten.reshape.default",
     "transformers.grouped_mm_fallback.default": "aten._grouped_mm.default",  # what it calls when it is not traced
 }
 _PYTHON: dict[Callable[..., Any], str] = {
@@ -58,6 +63,7 @@ _PYTHON: dict[Callable[..., Any], str] = {
     torch.sym_min: "sym.min", torch.sym_float: "sym.float", torch.sym_int: "sym.int", math.ceil: "sym.ceil",
     math.floor: "sym.floor", math.trunc: "sym.trunc", torch.sym_sum: "sym.sum",
 }  # fmt: skip
+_COMMUTATIVE = ("aten.add.Tensor", "aten.mul.Tensor")
 _FORMATS = {
     torch.contiguous_format: "~contiguous_format",
     torch.channels_last: "~channels_last",
@@ -104,12 +110,12 @@ def _export(
     module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]], recorder: GradientRecorder
 ) -> torch.export.ExportedProgram:
     try:
-        with _ConstantComparisons(), recorder.recording():
+        with quiet_export(), _ConstantComparisons(), passing_checks(), bounded_shapes(), recorder.recording():
             return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's model
-        raise _explained(error) from error
+        raise explained(error) from error
 
 
 class _ConstantComparisons(TorchFunctionMode):
@@ -133,29 +139,6 @@ class _ConstantComparisons(TorchFunctionMode):
 
 
 _LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
-
-
-def _explained(error: Exception) -> TraceError:
-    text = str(error).strip() or type(error).__name__
-    first = text.split("\n\n")[0][:600]
-    if "Constraints violated" in text and ".size()" in text.partition("!")[0]:  # a dimension without a name
-        return TraceError(
-            f"the model fixes the length of its inputs: {first}\n"
-            "Pad all batches to one length in the collator, with an attention mask if the model takes one, and leave "
-            "out max_length."
-        )
-    if "Constraints violated" in text or "ConstraintViolation" in type(error).__name__:
-        return FixedBatchSize(
-            f"the model fixes the batch size: {first}\n"
-            "Use x.shape[0] or -1 instead of the number. If a batch must not be split, because its tensors index each "
-            "other or the loss compares its samples, train with microbatches_per_step=1."
-        )
-    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__ or "GuardOnData" in text:
-        return TraceError(
-            f"the model's control flow or a shape depends on the values of its tensors: {first}\n"
-            "Use torch.where, masks or a fixed size instead, and tensors without .item(), float() or int()."
-        )
-    return TraceError(f"the model cannot be traced: {type(error).__name__}: {first}")
 
 
 def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:
@@ -202,10 +185,12 @@ class _Flattener:
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
         self.backward: int | None = None  # the backward pass that is being flattened
+        self.checked: set[Node] = set()
 
     def region(
         self, module: GraphModule, env: dict[Node, Any], prefix: str, *, no_grad: bool, no_autocast: bool
     ) -> Any:
+        self.checked |= _only_checked(module.graph)
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 env[node] = getattr(module, str(node.target))
@@ -219,6 +204,9 @@ class _Flattener:
         target = node.target
         if isinstance(target, torch._ops.HigherOrderOperator):
             env[node] = self._inline(node, env, prefix, no_grad, no_autocast)
+            return
+        if node in self.checked:
+            env[node] = None
             return
         if target is operator.getitem:
             env[node] = _substitute(node.args[0], env)[node.args[1]]
@@ -239,6 +227,8 @@ class _Flattener:
         if isinstance(node.meta["val"], Tensor):
             self.flat.dtypes[outs[0]] = dtype_name(node.meta["val"].dtype)
         args, kwargs = encode_call(_substitute(node.args, env), _substitute(node.kwargs, env), source_of(node))
+        if name in _COMMUTATIVE and not isinstance(args[0], str) and "alpha" not in kwargs:
+            args = (args[1], args[0])  # a number and a tensor: only the second argument may be a number
         self.flat.ops.append(Op(name, outs, args, kwargs, no_grad=no_grad, no_autocast=no_autocast))
         self.flat.sources.append(source_of(node))
 
@@ -354,23 +344,52 @@ def without_out(target: Any) -> str:
     return ""
 
 
+def _only_checked(graph: torch.fx.Graph) -> set[Node]:
+    """Values that go into assertions alone, as in `assert lengths.max().item() <= limit`."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        is_checked = all(user in found or op_name(user.target) in _DROPPED for user in node.users)
+        if node.op == "call_function" and node.users and is_checked and _is_pure(node.target):
+            found.add(node)
+    return found
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether a call has no effect but its result: it neither writes nor draws random numbers."""
+    if isinstance(target, torch._ops.OpOverload):
+        return (
+            target.namespace == "aten"
+            and not target._schema.is_mutable
+            and torch.Tag.nondeterministic_seeded not in target.tags
+        )
+    return target is operator.getitem or op_name(target).startswith("sym.")
+
+
 def _check_in_place(name: str, node: Node) -> None:
     """Reject an op that is not allowed, unless it is the in-place form of one that is."""
     if functional_form(name) is not None:
         return
+    if name == "aten.embedding_renorm_.default":
+        raise TraceError(
+            f"{source_of(node)} uses an embedding with max_norm, which changes its weights in the forward pass: only "
+            "the optimizer may change parameters. Scale the result of the embedding instead, for example with renorm"
+        )
+    source = source_of(node)
+    remedy = another_configuration(source) or "Rewrite it with allowed operations"
     raise UnsupportedOp(
-        f"{source_of(node)} calls {name}, which is not on the list of allowed operations "
-        f"({len(ALLOWED)} operations in {len(FAMILIES)} families, ravnest/graph/ops.py). Rewrite it with "
-        "allowed operations, or propose the operation: CONTRIBUTING.md, 'A new operation'"
+        f"{source} calls {name}, which is not on the list of allowed operations "
+        f"({len(ALLOWED)} operations in {len(FAMILIES)} families, ravnest/graph/ops.py). {remedy}, or propose the "
+        "operation: CONTRIBUTING.md, 'A new operation'"
     )
 
 
 def source_of(node: Node) -> str:
-    """The innermost line of a module's forward that made this node: `file.py:12 in forward: x = ...`."""
+    """The innermost line outside torch that made this node: `file.py:12 in forward: x = ...`."""
     frames = _LINE.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return "the model"
-    path, line, function, code = frames[-1]
+    own = [frame for frame in frames if not IN_TORCH.search(frame[0])]
+    path, line, function, code = (own or frames)[-1]
     if path.endswith("ravnest/graph/tracer.py"):
         return "the loss function"
     return f"{path}:{line} in {function}: {code.strip()}"

@@ -10,21 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ravnest.errors import TraceError
+from ravnest.graph.data_checks import passing_checks
 from ravnest.graph.export import Ref, encode_call, op_name, without_out
-from ravnest.graph.ops import INIT_ALLOWED, LITERAL, LITERAL_LIMIT, TRUNC_NORMAL, is_random
+from ravnest.graph.lazy import uninitialised_outside_modes
+from ravnest.graph.ops import ALLOWED, INIT_ALLOWED, LITERAL, LITERAL_LIMIT, TRUNC_NORMAL, functional_form, is_random
 from ravnest.graph.program import Draw, Init, Op, dtype_name, map_refs, refs, storage_id
+from ravnest.graph.weights import replay
 
-__all__ = ["InitLog", "record"]
+__all__ = ["InitLog", "record", "recording"]
 
 _SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
+_READS = (
+    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.allclose.default,
+)  # fmt: skip
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # storage, offset, shape, strides
 
 
@@ -78,6 +85,8 @@ class InitLog:
         reads = list(_tensors((args, kwargs)))
         changed = [args[0]] if func._schema.is_mutable else []
         name = op_name(func)
+        if name == "aten.set_.source_Tensor":
+            return  # the tensor has the memory of the other now, and with it its name
         if name in _SAME:
             self.names[_key(outs[0])] = self.name(reads[0])
             return
@@ -92,11 +101,16 @@ class InitLog:
     def _call_and_copy(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Record an op that writes its result to `out`: as the op itself, and a copy."""
         out, others = kwargs["out"], {key: arg for key, arg in kwargs.items() if key != "out"}
-        fresh, name = f"i{len(self.names)}.{len(self.steps)}", without_out(func)
+        fresh, name = self.names.setdefault((0, len(self.steps), (), ()), f"i{len(self.names)}"), without_out(func)
         coded_args, coded_kwargs = encode_call(_named(args, self), _named(others, self), "the builder")
         self._append(Op(name, (fresh,), coded_args, coded_kwargs), out, list(_tensors((args, others))), [out])
         copy = Op("aten.copy_.default", ("",), ("%" + self.name(out), "%" + fresh))
         self._append(copy, out, [out], [out])
+
+    def view_in_place(self, name: str, before: str, args: Any, result: Tensor) -> None:
+        """Record an op that changes the shape of a tensor in place, such as `t_`, as a view of the tensor before."""
+        coded, _ = encode_call(args[1:], {}, "the builder")
+        self._append(Op(name, (self.name(result),), ("%" + before, *coded)), result, [result], [result])
 
     def special(self, op: Op, tensor: Tensor) -> None:
         """Record an op of Ravnest's own that writes to a tensor."""
@@ -117,20 +131,39 @@ class InitLog:
             first = rename.setdefault(self.names[_key(tensor)], name)
             if first != name:
                 copies.append(Op("aten.clone.default", (name,), ("%" + first,)))
-        chosen: list[_Step | None] = [None] * len(self.steps)
+        chosen = self._needed(needed)
+        ops: list[Op] = []
+        draws: list[Draw] = []
+        for i, step in enumerate(self.steps):
+            if i in chosen:
+                ops.append(_checked(_rename(self._with_literal(step.op), rename)))
+            elif is_random(step.op.op):
+                draws.append(_draw(step, len(ops)))
+        return Init((*ops, *copies), tuple(d for d in draws if d.at < len(ops)))
+
+    def _needed(self, storages: Iterable[int]) -> dict[int, _Step]:
+        """The steps that make or change some storages, by index."""
+        needed, chosen = set(storages), dict[int, _Step]()
         for i in range(len(self.steps) - 1, -1, -1):
             step = self.steps[i]
             if needed.intersection(step.written):
                 needed.update(step.read)
                 chosen[i] = step
-        ops: list[Op] = []
-        draws: list[Draw] = []
-        for step, kept in zip(self.steps, chosen, strict=True):
-            if kept is not None:
-                ops.append(_checked(_rename(self._with_literal(kept.op), rename)))
-            elif is_random(step.op.op):
-                draws.append(_draw(step, len(ops)))
-        return Init((*ops, *copies), tuple(d for d in draws if d.at < len(ops)))
+        return chosen
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """The values of a small tensor that depends on no random numbers, such as `torch.linspace(0, 1, 12)`."""
+        if _key(tensor) not in self.names:
+            return None
+        try:
+            init = self.init_for({"value": tensor})
+        except TraceError:
+            return None
+        steps = self._needed((storage_id(tensor),)).values()
+        if any(is_random(s.op.op) or prod(s.shape) > LITERAL_LIMIT for s in steps):
+            return None
+        with _disable_current_modes():
+            return replay(init, {"value"}, 0)["value"]
 
     def _with_literal(self, op: Op) -> Op:
         """Fill in the numbers of a literal; other ops stay as they are."""
@@ -204,6 +237,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and (values := self._values(args)) is not None:
+            with _disable_current_modes():
+                return func(*values, **(kwargs or {}))
+        view = functional_form(op_name(func))
+        if view is not None and ALLOWED[view] == "views":
+            before = self.log.name(args[0])
+            result = func(*args, **(kwargs or {}))
+            self.log.view_in_place(view, before, args, result)
+            return result
         result = func(*args, **(kwargs or {}))
         for given in _tensors((args, kwargs or {})):
             if not isinstance(given, FakeTensor) and isinstance(result, Tensor):
@@ -212,21 +254,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log.call(func, args, kwargs or {}, result)
         return result
 
+    def _values(self, args: Any) -> list[Any] | None:
+        """The arguments with the values of their tensors, if all are known."""
+        found = [self.log.value_of(a) if isinstance(a, FakeTensor) else a for a in args]
+        return None if any(a is None for a in found) else found
+
+
+@contextmanager
+def recording(log: InitLog, fake: FakeTensorMode) -> Iterator[None]:
+    """Record the operations on fake tensors."""
+    with fake, _Recorder(log), _recorded_trunc_normal(log):
+        yield
+
 
 def record(builder: Callable[[], nn.Module], fake: FakeTensorMode) -> tuple[nn.Module, InitLog]:
     """Build the model without memory for its weights; return it and the record of its initialization."""
     log = InitLog()
     try:
-        with fake, _Recorder(log), _recorded_trunc_normal(log), _replaced_parameters():
+        with recording(log, fake), uninitialised_outside_modes(), _replaced_parameters(), passing_checks():
             module = builder()
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's builder
-        if "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error):
-            raise TraceError(
-                "the builder uses lazy modules, whose sizes are not known before the first batch: give the sizes, or "
-                "pass the model itself instead of a builder"
-            ) from error
         raise TraceError(
             f"the builder failed on fake tensors: {type(error).__name__}: {str(error)[:400]}\n"
             "Do not read values of tensors while building, or pass the model itself instead of a builder."
@@ -282,11 +331,16 @@ def _checked(op: Op) -> Op:
     return op
 
 
+_FILLS = {"aten.rand_like.default": "aten.uniform_.default", "aten.randn_like.default": "aten.normal_.default"}
+
+
 def _draw(step: _Step, at: int) -> Draw:
-    if len(list(refs(step.op))) > 1:
+    if step.op.op in _FILLS:  # the same numbers as a fill of a tensor of that shape
+        return Draw(at, _FILLS[step.op.op], step.dtype, step.shape, ())
+    in_place = step.op.op.split(".")[1].endswith("_")
+    if len(list(refs(step.op))) > in_place:
         raise TraceError(
             f"the builder draws random numbers with {step.op.op} from other tensors; pass the model itself instead"
         )
-    in_place = step.op.op.split(".")[1].endswith("_")
     args = step.op.args[1:] if in_place else step.op.args
     return Draw(at, step.op.op, step.dtype, step.shape, args)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ravnest.graph.guards import GUARDED
+
 __all__ = [
     "ALLOWED",
     "FAMILIES",
@@ -201,6 +203,7 @@ FAMILIES: dict[str, Family] = {
         avg_pool1d.default avg_pool2d.default avg_pool3d.default col2im.default conv1d.default
         conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding conv_tbc.default
         conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input convolution.default
+        fractional_max_pool2d.default fractional_max_pool3d.default
         grid_sampler.default grid_sampler_2d.default grid_sampler_3d.default im2col.default
         max_pool1d.default max_pool1d_with_indices.default max_pool2d.default
         max_pool2d_with_indices.default max_pool3d.default max_pool3d_with_indices.default
@@ -311,7 +314,7 @@ def resolve(name: str) -> Callable[..., Any]:
     if name == TRUNC_NORMAL:
         return torch.nn.init.trunc_normal_
     assert name in ALLOWED or name in INIT_ALLOWED, name
-    return _GUARDED.get(name) or overload_of(name)
+    return GUARDED.get(name) or overload_of(name)
 
 
 def overload_of(name: str) -> Any:
@@ -320,52 +323,6 @@ def overload_of(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, op), overload)
 
 
-def _ctc_loss(log_probabilities: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch reads beyond the classes if a target is out of range."""
-    if _has_values(targets):
-        _check_range(targets, log_probabilities.shape[-1], "CTC target")
-    kind = torch.ops.aten.ctc_loss.Tensor if isinstance(args[0], torch.Tensor) else torch.ops.aten.ctc_loss.IntList
-    loss: torch.Tensor = kind(log_probabilities, targets, *args, **kwargs)
-    return loss
-
-
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch takes the ends of the groups as they are, and computes shapes only for bfloat16."""
-    if isinstance(offsets, torch.Tensor) and not _has_values(offsets) and (a.dim(), b.dim()) == (2, 3):
-        return a @ b[0]
-    if isinstance(offsets, torch.Tensor):
-        _check_range(offsets, max(*a.shape[-2:], b.shape[-1]) + 1, "end of a group")
-        if offsets.numel() > 1 and bool((offsets.diff() < 0).any()):
-            raise IndexError("the ends of groups must not decrease")
-    product: torch.Tensor = torch.ops.aten._grouped_mm.default(a, b, offsets, *args, **kwargs)
-    return product
-
-
-def _diff(tensor: torch.Tensor, n: int = 1, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Each of the n differences is another pass."""
-    if n > _MAX_DIFFERENCES:
-        raise ValueError(f"diff must have n <= {_MAX_DIFFERENCES}, got {n}")
-    return torch.ops.aten.diff.default(tensor, n, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements that can be read: not one of a dry run or a trace."""
-    return tensor.device.type != "meta" and type(tensor) is torch.Tensor and tensor.numel() > 0
-
-
-def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
-    low, high = (int(bound) for bound in indices.aminmax())
-    if low < 0 or high >= size:
-        raise IndexError(f"{what} is out of range: {low if low < 0 else high}, expected 0 to {size - 1}")
-
-
-_MAX_DIFFERENCES = 16
-_GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their arguments
-    "aten.ctc_loss.IntList": _ctc_loss,
-    "aten.ctc_loss.Tensor": _ctc_loss,
-    "aten._grouped_mm.default": _grouped_mm,
-    "aten.diff.default": _diff,
-}
 _FUNCTIONAL = {  # in-place op -> its functional form, where their names differ
     "aten.bernoulli_.float": "aten.bernoulli.p",
     "aten.normal_.default": "aten.normal_functional.default",
@@ -425,7 +382,7 @@ def may_share_memory(name: str) -> bool:
     """Whether a result of the op may alias the memory of an argument."""
     if name in SYM or name in ("aten.sym_size.int", LITERAL):
         return False
-    if name in (WITH_GRADIENT, "aten.clone.default"):
+    if name in (WITH_GRADIENT, "aten.clone.default", "aten.lift_fresh_copy.default"):
         return name == WITH_GRADIENT
     declared = any(a.alias_info is not None for a in schema_of(name).arguments)
     return declared or ALLOWED[name] in ("views", "conversions", "randomness") or name.startswith("aten.meshgrid.")

@@ -32,7 +32,8 @@ from ravnest.graph.batch import (
 from ravnest.graph.export import FlatGraph, export_flat
 from ravnest.graph.functionalize import FunctionalGraph, drop_unused, functionalize
 from ravnest.graph.gradient_recorder import HOOKED
-from ravnest.graph.init_recorder import InitLog, record
+from ravnest.graph.init_recorder import InitLog, record, recording
+from ravnest.graph.lazy import has_lazy, replaced_lazy
 from ravnest.graph.lengths import at_shortest, find_lengths, input_values, narrowed
 from ravnest.graph.program import Op, Program, StateSpec, Value, dtype_name, map_refs, refs
 from ravnest.graph.shapes import infer
@@ -213,7 +214,8 @@ def trace(
     module, log = _build(model, fake)
     labels: list[tuple[str, ...]] = []
     loss_module = LossModule(module, loss, structure, labels.append, returns_prediction=True)
-    _initialise_lazy(loss_module, [leaf for _, leaf in leaves])
+    if has_lazy(loss_module):
+        _initialise_lazy(loss_module, [leaf for _, leaf in leaves], log, fake)
     size = batch_size_of(leaves)
     with fake if log else nullcontext():
         tensors = example_tensors(leaves, inputs, max(2, size) if dynamic_batch else size)
@@ -242,11 +244,23 @@ def _flat_examples(batches: Sequence[Any], *, has_targets: bool) -> tuple[Any, l
     return flat[0][0], [leaves for _, leaves in flat]
 
 
-def _initialise_lazy(module: LossModule, leaves: Sequence[Tensor]) -> None:
+def _initialise_lazy(module: LossModule, leaves: Sequence[Tensor], log: InitLog | None, fake: FakeTensorMode) -> None:
     """Let lazy modules take their sizes from the first batch, as in their first forward pass."""
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-        with training_mode(module), torch.no_grad():
-            module(*leaves)
+    if log is None:
+        first_forward(module, leaves)
+        return
+    with recording(log, fake), replaced_lazy(module):
+        first_forward(module, [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves])
+
+
+def first_forward(module: LossModule, leaves: Sequence[Tensor]) -> None:
+    """A forward pass in evaluation mode, which gives lazy modules their sizes and changes nothing else."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    with torch.no_grad():
+        module(*leaves)
+    for part, mode in modes:
+        part.training = mode
 
 
 def _build(model: Any, fake: FakeTensorMode) -> tuple[nn.Module, InitLog | None]:

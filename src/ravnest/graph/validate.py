@@ -1,10 +1,10 @@
 """Validates stages from untrusted senders: every name, reference, operation and argument, before anything is run.
 
 The arguments of an op are checked against its torch schema. A stage's init list is checked as strictly as its ops. An
-error names its location: `op 12 (aten.view.default -> v12): argument size ...`. `kinds` maps every value defined so far
-to "tensor" or "number". A backward pass inside an op is checked by the same rules, in its own names: it reads what the
-op passes to it and nothing else, draws no random numbers, writes only to its own tensors and contains no other backward
-pass.
+error names its location: `op 12 (aten.reshape.default -> v12): argument shape ...`. `kinds` maps every value defined so
+far to "tensor" or "number". A backward pass inside an op is checked by the same rules, in its own names: it reads what
+the op passes to it and nothing else, draws no random numbers, writes only to its own tensors and contains no other
+backward pass.
 """
 
 from __future__ import annotations
@@ -325,10 +325,10 @@ def _check_draw(where: str, draw: Draw, num_ops: int, limits: StageLimits) -> No
     if draw.op not in INIT_ALLOWED or not is_random(draw.op):
         raise ProgramError(f"{where}: this operation draws no random numbers or is not allowed")
     _check_tensor_draw(where, draw, num_ops, limits)
-    first = ("%scratch",) if draw.op.split(".")[1].endswith("_") else ()
-    check_arguments(where, Op(draw.op, ("",), (*first, *draw.args)), {"scratch": "tensor"})
     if any(_is_ref(a) for arg in draw.args for a in (arg if isinstance(arg, tuple) else (arg,))):
         raise ProgramError(f"{where}: a draw may not read values")
+    first = ("%scratch",) if draw.op.split(".")[1].endswith("_") else ()
+    check_arguments(where, Op(draw.op, ("",), (*first, *draw.args)), {"scratch": "tensor"})
 
 
 def _check_tensor_draw(where: str, draw: Draw, num_ops: int, limits: StageLimits) -> None:

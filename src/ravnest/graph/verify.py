@@ -27,11 +27,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from ravnest.errors import TraceError
 from ravnest.graph.cut import Cutter
 from ravnest.graph.interpreter import Interpreter, Tape
+from ravnest.graph.lazy import has_lazy
 from ravnest.graph.limits import StageLimits
 from ravnest.graph.ops import eval_arguments, is_random
 from ravnest.graph.program import Program, Stage
 from ravnest.graph.serialization import dump, load
-from ravnest.graph.tracer import Loss, LossModule, training_mode
+from ravnest.graph.tracer import Loss, LossModule, first_forward, training_mode
 from ravnest.graph.weights import initialise
 
 __all__ = ["Verification", "verify"]
@@ -99,6 +100,8 @@ def verify(
             model = model()
         stages = _stages(program, leaves)
         module = LossModule(model, loss, program.feed.structure, lambda labels: None)
+        if has_lazy(module):
+            first_forward(module, leaves)
         own = _named_tensors(module)
         state = _initial_state(program, stages, seed) if is_built else _shared_state(program)
         if is_built:
@@ -106,6 +109,7 @@ def verify(
         expected = _run_model(module, leaves)
         actual = _run_stages(program, stages, state, leaves)
         result = _compare(program, expected, actual, module, leaves)
+        _check_repeatable(module, leaves, expected)
         if second is None:
             return result
         sizes = weights or (program.feed.size_of(leaves), program.feed.size_of(second))
@@ -243,7 +247,7 @@ def _check_initial(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> No
             )
 
 
-def _run_model(module: LossModule, leaves: Sequence[Tensor]) -> _Step:
+def _run_model(module: LossModule, leaves: Sequence[Tensor], *, backward: bool = True) -> _Step:
     """One step of plain PyTorch; the module's gradients and buffers are as before afterwards."""
     gradients = [(p, p.grad) for p in module.parameters()]
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
@@ -257,7 +261,7 @@ def _run_model(module: LossModule, leaves: Sequence[Tensor]) -> _Step:
             step = _Step(loss.detach(), cause=_cause(module, loss))
             if (random.getstate(), _numpy_state()) != (python_state, numpy_state):
                 step.cause = _PYTHON_RANDOM
-            if loss.requires_grad:
+            if loss.requires_grad and backward:
                 loss.backward()  # type: ignore[no-untyped-call]
         named = _named_tensors(module)
         step.gradients = {n: p.grad for n, p in named.items() if isinstance(p, nn.Parameter) and p.grad is not None}
@@ -269,6 +273,16 @@ def _run_model(module: LossModule, leaves: Sequence[Tensor]) -> _Step:
                 buffer.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _check_repeatable(module: LossModule, leaves: Sequence[Tensor], first: _Step) -> None:
+    """Reject a model that changes itself in its forward pass: a program would repeat the first one for ever."""
+    if _differs(first.loss, _run_model(module, leaves, backward=False).loss, 0.0):
+        raise TraceError(
+            "the model gives another loss the second time, for the same microbatch and random numbers: its forward "
+            "pass changes the model (a counter, a cache, layers that it replaces), which a traced program cannot do. "
+            "Keep such state in buffers, or run the model once before training if only its first forward pass differs"
+        )
 
 
 def _loss_of(module: LossModule, leaves: Sequence[Tensor]) -> Tensor:

@@ -63,7 +63,7 @@ def add(op: str, *args: Any, outs: tuple[str, ...] = ("evil",), **kwargs: Any) -
 
 def view_size(*size: Any) -> Callable[[dict[str, Any]], None]:
     def change(file: dict[str, Any]) -> None:
-        ops(file, "aten.view.default")["args"][1] = list(size)
+        ops(file, "aten.reshape.default")["args"][1] = list(size)
 
     return change
 
@@ -104,13 +104,13 @@ ATTACKS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "many dimensions": (at("inputs", 0, "shape", to=[1] * 100), "dimensions"),
     "negative input": (at("inputs", 0, "shape", to=[-4, 4]), "not a valid size"),
     "negative by batch": (at("inputs", 0, "shape", to=[[1, -100], 4]), "negative"),
-    "negative size": (view_size(-5, 2, 2), "view"),
-    "two unknown sizes": (view_size(-1, -1, 2), "view"),
-    "string for an int": (view_size("=3", 2, 2), "argument size"),
-    "float for an int": (view_size(3.5, 2, 2), "argument size"),
-    "tensor for an int": (view_size(X, 2, 2), "argument size"),
-    "bool for an int": (view_size(True, 2, 2), "argument size"),
-    "beyond 64 bits": (view_size(2**70, 2, 2), "argument size|stage file"),
+    "negative size": (view_size(-5, 2, 2), "reshape"),
+    "two unknown sizes": (view_size(-1, -1, 2), "reshape"),
+    "string for an int": (view_size("=3", 2, 2), "argument shape"),
+    "float for an int": (view_size(3.5, 2, 2), "argument shape"),
+    "tensor for an int": (view_size(X, 2, 2), "argument shape"),
+    "bool for an int": (view_size(True, 2, 2), "argument shape"),
+    "beyond 64 bits": (view_size(2**70, 2, 2), "argument shape|stage file"),
     "string for a tensor": (at("ops", 0, "args", to=["=x", 0]), "is not a Tensor"),
     "number for a tensor": (at("ops", 0, "args", to=[1, 0]), "is not a Tensor"),
     "too many arguments": (at("ops", 0, "args", to=[X, X, X, X, X, X]), "arguments given"),
@@ -169,6 +169,14 @@ ATTACKS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "draw too big": (
         at("init", "draws", to=[{"at": 0, "op": "aten.normal_.default", "dtype": "float32", "shape": [10**12]}]),
         "bytes",
+    ),
+    "draw that reads": (
+        at(
+            "init",
+            "draws",
+            to=[{"at": 0, "op": "aten.normal_.default", "dtype": "float32", "shape": [2], "args": ["%i0"]}],
+        ),
+        "may not read values",
     ),
     "draw nowhere": (
         at("init", "draws", to=[{"at": 9999, "op": "aten.normal_.default", "dtype": "float32", "shape": [2]}]),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -199,3 +200,24 @@ def test_a_builder_with_other_random_numbers_is_rejected() -> None:
 
     with pytest.raises(TraceError, match="another initial value each time"):
         verified(build)
+
+
+class Counting(nn.Module):
+    """Changes itself outside its buffers, where a trace sees only the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(4, 4), {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        return self.layer(x) * min(self.state["calls"], 3)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_changes_itself_in_its_forward_pass_is_refused() -> None:
+    batch = torch.rand(3, 4), torch.rand(3, 4)
+    model = Counting()
+    program = trace(model, F.mse_loss, batch)
+    model.state["calls"] = 0  # so that the first comparison is equal
+    with pytest.raises(TraceError, match="the model gives another loss the second time"):
+        verify(program, model, F.mse_loss, program.feed(batch), seed=0)

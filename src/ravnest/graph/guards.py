@@ -1,0 +1,95 @@
+"""Operations whose arguments torch does not check completely, with the checks that it leaves out.
+
+A stage comes from an untrusted sender: no argument may make torch read or write outside its tensors or run without
+bound. In a dry run tensors have no values, and only shapes are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["GUARDED"]
+
+_MAX_DIFFERENCES = 16
+
+
+def _ctc_loss(log_probabilities: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch reads beyond the classes if a target is out of range, and needs the lengths to compute shapes."""
+    if _has_values(targets):
+        _check_range(targets, log_probabilities.shape[-1], "CTC target")
+    elif isinstance(args[0], torch.Tensor):
+        return _ctc_shape(log_probabilities, *args, **kwargs)
+    kind = torch.ops.aten.ctc_loss.Tensor if isinstance(args[0], torch.Tensor) else torch.ops.aten.ctc_loss.IntList
+    loss: torch.Tensor = kind(log_probabilities, targets, *args, **kwargs)
+    return loss
+
+
+def _ctc_shape(
+    log_probabilities: torch.Tensor, lengths: torch.Tensor, target_lengths: torch.Tensor, blank: int = 0,
+    reduction: int = 1, zero_infinity: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """A tensor like the loss, for a dry run."""
+    if lengths.dim() > 1 or lengths.shape != target_lengths.shape or log_probabilities.dim() not in (2, 3):
+        raise ValueError("CTC loss takes a length per sample")
+    losses = log_probabilities.sum(-1).sum(0)
+    return losses if reduction == 0 else losses.sum()
+
+
+def _fractional_max_pool(dimensions: int) -> Callable[..., Any]:
+    """torch computes positions from the random samples, which it does not check."""
+    overload = getattr(torch.ops.aten, f"fractional_max_pool{dimensions}d").default
+
+    def pool(x: torch.Tensor, kernel: list[int], output: list[int], samples: torch.Tensor) -> Any:
+        batch = x.shape[:-dimensions] if x.dim() == dimensions + 2 else (1, *x.shape[:-dimensions])
+        if x.dim() not in (dimensions + 1, dimensions + 2) or tuple(samples.shape) != (*batch, dimensions):
+            raise ValueError("fractional pooling takes random samples for every sample and channel")
+        if any(n < 1 for n in (*kernel, *output)):
+            raise ValueError("fractional pooling takes sizes > 0")
+        if _has_values(samples) and not bool(((samples >= 0) & (samples < 1)).all()):
+            raise ValueError("fractional pooling takes random samples from 0 to 1")
+        return overload(x, kernel, output, samples)
+
+    return pool
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch takes the ends of the groups as they are, and computes shapes only for bfloat16."""
+    if isinstance(offsets, torch.Tensor) and not _has_values(offsets) and (a.dim(), b.dim()) == (2, 3):
+        return a @ b[0]
+    if isinstance(offsets, torch.Tensor):
+        _check_range(offsets, max(*a.shape[-2:], b.shape[-1]) + 1, "end of a group")
+        if offsets.numel() > 1 and bool((offsets.diff() < 0).any()):
+            raise IndexError("the ends of groups must not decrease")
+    product: torch.Tensor = torch.ops.aten._grouped_mm.default(a, b, offsets, *args, **kwargs)
+    return product
+
+
+def _diff(tensor: torch.Tensor, n: int = 1, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Each of the n differences is another pass."""
+    if n > _MAX_DIFFERENCES:
+        raise ValueError(f"diff must have n <= {_MAX_DIFFERENCES}, got {n}")
+    return torch.ops.aten.diff.default(tensor, n, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements that can be read: not one of a dry run or a trace."""
+    return tensor.device.type != "meta" and type(tensor) is torch.Tensor and tensor.numel() > 0
+
+
+def _check_range(indices: torch.Tensor, size: int, what: str) -> None:
+    low, high = (int(bound) for bound in indices.aminmax())
+    if low < 0 or high >= size:
+        raise IndexError(f"{what} is out of range: {low if low < 0 else high}, expected 0 to {size - 1}")
+
+
+GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their arguments
+    "aten.ctc_loss.IntList": _ctc_loss,
+    "aten.ctc_loss.Tensor": _ctc_loss,
+    "aten._grouped_mm.default": _grouped_mm,
+    "aten.fractional_max_pool2d.default": _fractional_max_pool(2),
+    "aten.fractional_max_pool3d.default": _fractional_max_pool(3),
+    "aten.diff.default": _diff,
+}

@@ -1,0 +1,128 @@
+"""Checks on values that only raise are traced as passed; every other branch on values is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ravnest.errors import TraceError
+from ravnest.graph import trace
+from ravnest.graph.verify import verify
+from tests.unit.graph.asserting import asserts
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+def raises(x: Tensor) -> Tensor:
+    if (x > 1e9).any():
+        raise ValueError("too large")
+    return x
+
+
+def raises_with_a_message(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all() or (x > 1e9).any():
+        message = f"bad values in a tensor of shape {tuple(x.shape)}"
+        raise ValueError(message)
+    return x
+
+
+def raises_otherwise(x: Tensor) -> Tensor:
+    if (x < 1e9).all():
+        x = x * 2
+    else:
+        raise ValueError("too large")
+    return x
+
+
+def raises_in_a_loop(x: Tensor) -> Tensor:
+    for part in x.unbind(1):
+        if bool((part > 1e9).any()):
+            raise ValueError("too large")
+    return x
+
+
+CHECKS = [raises, raises_with_a_message, raises_otherwise, asserts, raises_in_a_loop]
+
+
+@pytest.mark.parametrize("function", CHECKS, ids=lambda f: f.__name__)
+def test_a_check_that_only_raises_is_traced_as_passed(function: Function) -> None:
+    batch = torch.rand(3, 4), torch.rand(3, 4)
+    model = Apply(function)
+    program = trace(model, F.mse_loss, batch)
+    assert verify(program, model, F.mse_loss, program.feed(batch), seed=0).is_exact
+
+
+def test_a_check_that_fails_on_the_first_batch_is_reported() -> None:
+    batch = torch.full((3, 4), 1e30), torch.rand(3, 4)
+    model = Apply(lambda x: raises(x.abs()))
+    program = trace(model, F.mse_loss, batch)
+    with pytest.raises(TraceError, match="the model fails on one of the first batches: ValueError: too large"):
+        verify(program, model, F.mse_loss, program.feed(batch), seed=0)
+
+
+def chooses(x: Tensor) -> Tensor:
+    if (x > 0).any():
+        return x * 2
+    return x
+
+
+def returns_early(x: Tensor) -> Tensor:
+    if (x > 0).any():
+        if x.shape[1] > 2:
+            return x * 2
+        raise ValueError("narrow")
+    return x
+
+
+def catches(x: Tensor) -> Tensor:
+    try:
+        return raises(x)
+    except ValueError:
+        return x * 2
+
+
+def counts(x: Tensor) -> Tensor:
+    n = 0
+    while (x > n).any():
+        n += 1
+    return x * n
+
+
+def selects(x: Tensor) -> Tensor:
+    return x * 2 if (x > 0).any() else x
+
+
+def keeps_the_truth(x: Tensor) -> Tensor:
+    is_positive = bool((x > 0).all())
+    if is_positive:
+        raise ValueError("positive")
+    return x * (1 - is_positive)
+
+
+CHOICES = [chooses, returns_early, catches, counts, selects, keeps_the_truth]
+
+
+@pytest.mark.parametrize("function", CHOICES, ids=lambda f: f.__name__)
+def test_a_branch_that_changes_the_result_is_refused(function: Function, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TraceError, match=r"depends on the values of its tensors, at .*test_data_checks\.py"):
+        trace(Apply(function), F.mse_loss, (torch.rand(3, 4), torch.rand(3, 4)))
+    assert capfd.readouterr() == ("", "")  # torch prints the graph of a model that it cannot export
+
+
+def test_truth_values_are_as_before_after_a_trace() -> None:
+    before = Tensor.__bool__
+    trace(Apply(raises), F.mse_loss, (torch.rand(3, 4), torch.rand(3, 4)))
+    assert Tensor.__bool__ is before

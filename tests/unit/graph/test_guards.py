@@ -1,0 +1,64 @@
+"""Operations whose arguments torch does not check: a bad one is an error, and never a read outside the tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ravnest.graph.guards import GUARDED
+from ravnest.graph.ops import ALLOWED, resolve
+
+POOL = "aten.fractional_max_pool2d.default"
+CTC = "aten.ctc_loss.Tensor"
+
+
+def pooled(samples: torch.Tensor, kernel: tuple[int, int] = (2, 2), output: tuple[int, int] = (3, 3)) -> Any:
+    return resolve(POOL)(torch.rand(2, 3, 8, 8), list(kernel), list(output), samples)
+
+
+def test_guarded_operations_are_allowed_ones() -> None:
+    assert set(GUARDED) <= set(ALLOWED)
+    assert all(resolve(name) is guard for name, guard in GUARDED.items())
+
+
+def test_fractional_pooling_is_as_in_torch() -> None:
+    samples = torch.rand(2, 3, 2)
+    assert [r.shape for r in pooled(samples)] == [(2, 3, 3, 3), (2, 3, 3, 3)]
+
+
+SAMPLES = {
+    **{f"value {value}": torch.full((2, 3, 2), value) for value in (1.0, -0.5, 1e9, float("nan"))},
+    **{f"shape {shape}": torch.rand(shape) for shape in ((1, 3, 2), (2, 3, 1), (2, 3), (0, 3, 2))},
+}
+
+
+@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES)
+def test_fractional_pooling_rejects_samples_outside_its_range(samples: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="fractional pooling takes random samples"):
+        pooled(samples)
+
+
+@pytest.mark.parametrize("sizes", [((0, 2), (3, 3)), ((2, 2), (0, 3)), ((2, 2), (-1, 3)), ((-2, 2), (3, 3))], ids=str)
+def test_fractional_pooling_rejects_sizes(sizes: Any) -> None:
+    with pytest.raises(ValueError, match="fractional pooling takes sizes > 0"):
+        pooled(torch.rand(2, 3, 2), *sizes)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_a_ctc_loss_has_its_shape_in_a_dry_run(reduction: int) -> None:
+    def loss(device: str) -> torch.Tensor:
+        log_probabilities = torch.zeros(5, 3, 6, device=device).log_softmax(-1)
+        targets = torch.ones(3, 2, dtype=torch.int64, device=device)
+        lengths = torch.full((3,), 5, device=device), torch.full((3,), 2, device=device)
+        made: torch.Tensor = resolve(CTC)(log_probabilities, targets, *lengths, 0, reduction)
+        return made
+
+    assert loss("cpu").shape == loss("meta").shape
+
+
+def test_a_ctc_target_beyond_the_classes_is_rejected() -> None:
+    lengths = torch.full((3,), 5), torch.full((3,), 2)
+    with pytest.raises(IndexError, match="CTC target is out of range"):
+        resolve(CTC)(torch.zeros(5, 3, 6), torch.full((3, 2), 6), *lengths)
