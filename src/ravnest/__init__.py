@@ -20,7 +20,7 @@ from ravnest.errors import (
 
 if TYPE_CHECKING:
     from ravnest import lr, staleness
-    from ravnest.api import Job, Run, TrainingConfig
+    from ravnest.api import Job, Run, TrainingConfig, pretrained
     from ravnest.pipeline.optimizers import SGD, Adam, AdamW, Muon, NAdam, Optimizer
     from ravnest.pipeline.staleness import Correction
 
@@ -28,7 +28,7 @@ __version__ = version("ravnest")
 
 __all__ = [
     "__version__",
-    "Job", "Run", "TrainingConfig",
+    "Job", "Run", "TrainingConfig", "pretrained",
     "Optimizer", "SGD", "Adam", "AdamW", "NAdam", "Muon", "lr",
     "Correction", "staleness",
     "RavnestError", "TraceError", "UnsupportedOp", "CutError", "ProgramError", "WeightsError", "WorkerLost",
@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "api": ("Job", "Run", "TrainingConfig"),
+    "api": ("Job", "Run", "TrainingConfig", "pretrained"),
     "pipeline.staleness": ("Correction",),
     "pipeline.optimizers": ("SGD", "Adam", "AdamW", "Muon", "NAdam", "Optimizer"),
 }

@@ -26,7 +26,7 @@ def test_exported_names() -> None:
     assert sorted(ravnest.__all__) == [
         "Adam", "AdamW", "Correction", "CutError", "Job", "Muon", "NAdam", "NotFinite", "Optimizer", "ProgramError",
         "RavnestError", "Run", "SGD", "TraceError", "TrainingConfig", "UnsupportedOp", "WeightsError", "WorkerLost",
-        "__version__", "lr", "staleness",
+        "__version__", "lr", "pretrained", "staleness",
     ]  # fmt: skip
     assert sorted(ravnest.lr.__all__) == ["constant", "cosine", "linear"]
     assert sorted(ravnest.staleness.__all__) == ["delay_compensation", "look_ahead", "lr_discount", "none"]
@@ -53,7 +53,7 @@ def test_commands_and_flags() -> None:
     }
     assert flags == {
         "demo": ["--debug", "--nodes", "--run-dir", "--seed", "--steps"],
-        "export": ["--debug", "--job", "--to", "run"],
+        "export": ["--debug", "--job", "--max-shard-size", "--merge", "--to", "run"],
         "generate": [
             "--debug", "--ids", "--job", "--prompt", "--seed", "--temperature", "--tokenizer", "--tokens", "run",
         ],

@@ -5,7 +5,7 @@ v that cross cut c are therefore those with  made(v) < c <= last_read(v).  Three
 
 - A tied parameter belongs to the first stage that reads it; later stages borrow it (`StateSpec.owner`): its values
   go forward and its gradients go back once per update, not once per microbatch.
-- A constant buffer is part of every stage that reads it.
+- A frozen parameter or constant buffer is part of every stage that reads it.
 - A value without gradient that is cheap to compute from smaller values (an attention mask, rotary angles) is
   rematerialized: the stage that reads it repeats its ops, and the values it is computed from cross instead.
 """
@@ -116,7 +116,7 @@ class Cutter:
             outputs=outputs,
             state=tuple(_owned(item, index, owners) for item in state),
             ops=ops,
-            init=self._init(s for s in state if owners[s.name] == index or s.kind == "buffer"),
+            init=self._init(s for s in state if owners[s.name] == index or s.is_frozen),
             prediction=self.program.prediction if last else None,
         )
 
@@ -132,14 +132,14 @@ class Cutter:
         return sorted(chosen)
 
     def _init(self, state: Iterable[StateSpec]) -> Init | None:
-        if self.program.init_log is None:
+        if self.program.init_log is None or not self.program.is_self_initialising:
             return None
         return self.program.init_log.init_for({s.target: self.program.tensors[s.target] for s in state})
 
 
 def _owned(item: StateSpec, index: int, owners: dict[str, int]) -> StateSpec:
-    """Set the owner: of a constant buffer every stage that reads it, of a parameter the first one."""
-    return msgspec.structs.replace(item, owner=owners[item.name] if item.kind == "parameter" else index)
+    """Set the owner: of frozen state every stage that reads it, of a parameter the first one."""
+    return msgspec.structs.replace(item, owner=index if item.is_frozen else owners[item.name])
 
 
 def _rematerializable(cutter: Cutter) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ gets exactly the bits that the whole model would have had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -42,6 +42,7 @@ class _Step:
     read: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
+    is_private: bool = False  # draws from a generator of the builder's own, not from torch's
 
 
 @dataclass
@@ -97,6 +98,7 @@ class InitLog:
         produced = [o for o in outs if isinstance(o, Tensor)]
         out_names = ("",) * len(outs) if changed else tuple(self.name(o) for o in produced)
         self._append(Op(name, out_names, coded_args, coded_kwargs), outs[0], reads, [*changed, *produced])
+        self.steps[-1].is_private = any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values()))
 
     def _call_and_copy(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Record an op that writes its result to `out`: as the op itself, and a copy."""
@@ -123,32 +125,72 @@ class InitLog:
 
     def init_for(self, targets: Mapping[str, Tensor]) -> Init:
         """The init list that makes exactly `targets` (name in the model -> tensor)."""
-        needed = {storage_id(t) for t in targets.values()}
+        return self._init(targets, {}, self._slice(targets.values(), set()), [True] * len(self.steps))
+
+    def init_beside(
+        self, loaded: Mapping[str, Tensor], targets: Mapping[str, Tensor], others: Mapping[str, Tensor]
+    ) -> Init:
+        """The init list that makes `targets` in a model whose `loaded` tensors come from files.
+
+        It reads these instead of making them. Random numbers are drawn for `targets` and `others`, all tensors that do
+        not come from files, as if the others had been loaded when the model was built.
+        """
+        storages = {storage_id(t) for t in loaded.values()}
+        replaced = self._slice(loaded.values(), set())
+        for name, tensor in targets.items():
+            if any(
+                own and other and is_random(step.op.op)
+                for step, own, other in zip(self.steps, self._slice([tensor], storages), replaced, strict=True)
+            ):
+                raise TraceError(
+                    f"the builder computes {name} from initial values in another dtype than that of the parameters "
+                    "that the pretrained weights replace: give the model its dtype before it computes with its "
+                    "weights, or pass the model itself instead of a builder"
+                )
+        chosen = self._slice(targets.values(), storages)
+        return self._init(targets, loaded, chosen, self._slice(others.values(), storages))
+
+    def _init(
+        self,
+        targets: Mapping[str, Tensor],
+        loaded: Mapping[str, Tensor],
+        chosen: Sequence[bool],
+        drawn: Sequence[bool],
+    ) -> Init:
+        """The init list of the chosen steps; random numbers of the others are drawn where `drawn` says so."""
         self._check_recorded(targets)
         rename: dict[str, str] = {}
         copies: list[Op] = []  # of targets that share their memory with another
+        for name, tensor in loaded.items():
+            if (recorded := self.names.get(_key(tensor))) is not None:
+                rename.setdefault(recorded, name)
         for name, tensor in targets.items():
             first = rename.setdefault(self.names[_key(tensor)], name)
             if first != name:
                 copies.append(Op("aten.clone.default", (name,), ("%" + first,)))
-        chosen = self._needed(needed)
         ops: list[Op] = []
         draws: list[Draw] = []
-        for i, step in enumerate(self.steps):
-            if i in chosen:
+        for step, is_chosen, is_drawn in zip(self.steps, chosen, drawn, strict=True):
+            if is_chosen:
+                self._check_generator(step, targets)
                 ops.append(_checked(_rename(self._with_literal(step.op), rename)))
-            elif is_random(step.op.op):
+            elif is_drawn and is_random(step.op.op) and not step.is_private:
                 draws.append(_draw(step, len(ops)))
-        return Init((*ops, *copies), tuple(d for d in draws if d.at < len(ops)))
+        last = max((i for i, op in enumerate(ops) if is_random(op.op)), default=-1)
+        return Init((*ops, *copies), tuple(d for d in draws if d.at <= last))
 
-    def _needed(self, storages: Iterable[int]) -> dict[int, _Step]:
-        """The steps that make or change some storages, by index."""
-        needed, chosen = set(storages), dict[int, _Step]()
+    def _slice(self, targets: Iterable[Tensor], loaded: set[int]) -> list[bool]:
+        """Whether each step is needed to make `targets`; of steps on `loaded` storages, only views are."""
+        needed = {storage_id(t) for t in targets}
+        chosen = [False] * len(self.steps)
         for i in range(len(self.steps) - 1, -1, -1):
             step = self.steps[i]
             if needed.intersection(step.written):
+                of_loaded = loaded.intersection(step.written)
+                if of_loaded and not (any(step.op.outs) and of_loaded.intersection(step.read)):
+                    continue
                 needed.update(step.read)
-                chosen[i] = step
+                chosen[i] = True
         return chosen
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
@@ -159,8 +201,8 @@ class InitLog:
             init = self.init_for({"value": tensor})
         except TraceError:
             return None
-        steps = self._needed((storage_id(tensor),)).values()
-        if any(is_random(s.op.op) or prod(s.shape) > LITERAL_LIMIT for s in steps):
+        chosen = zip(self.steps, self._slice([tensor], set()), strict=True)
+        if any(is_random(s.op.op) or prod(s.shape) > LITERAL_LIMIT for s, is_chosen in chosen if is_chosen):
             return None
         with _disable_current_modes():
             return replay(init, {"value"}, 0)["value"]
@@ -172,6 +214,14 @@ class InitLog:
         tensor = self.literals[op.outs[0]]
         call = (tensor.flatten().tolist(), tensor.dtype, tuple(tensor.shape))
         return Op(LITERAL, op.outs, encode_call(call, {}, "the builder")[0])
+
+    def _check_generator(self, step: _Step, targets: Mapping[str, Tensor]) -> None:
+        if step.is_private:
+            name = next((n for n, t in targets.items() if storage_id(t) in step.written), min(targets))
+            raise TraceError(
+                f"the builder draws {name} from a torch.Generator of its own, outside torch's generator; draw it after "
+                "torch.manual_seed without a generator, or pass the model itself instead of a builder"
+            )
 
     def _check_recorded(self, targets: Mapping[str, Tensor]) -> None:
         for name, tensor in targets.items():
@@ -190,6 +240,7 @@ def _recorded_trunc_normal(log: InitLog) -> Iterator[None]:
     def recorded(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         args = (Ref("%" + log.name(tensor)), float(mean), float(std), float(a), float(b))
         log.special(Op(TRUNC_NORMAL, ("",), encode_call(args, {}, "the builder")[0]), tensor)
+        log.steps[-1].is_private = generator is not None
         return tensor
 
     torch.nn.init._no_grad_trunc_normal_ = recorded

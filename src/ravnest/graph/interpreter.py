@@ -415,6 +415,9 @@ class Tape:
 
     def backward(self, gradients: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
         """Gradients of the inputs, from those of the outputs (None for the last stage). Frees the graph."""
+        if not any(value.grad for value in self._interpreter.stage.outputs):  # nothing up to here is trained
+            self._outputs = None
+            return [None] * len(self._inputs)
         outputs = self._outputs if self._outputs is not None else self._recompute()
         if gradients is None:
             gradients = [torch.ones_like(o) if i == 0 else None for i, o in enumerate(self.outputs)]

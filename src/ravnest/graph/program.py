@@ -49,6 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from ravnest.graph.batch import BatchLayout
     from ravnest.graph.init_recorder import InitLog
+    from ravnest.graph.pretrained import PretrainedWeights
 
 
 Dim = int | tuple[int, int]
@@ -86,7 +87,8 @@ class Value(Record, frozen=True):
 class StateSpec(Record, frozen=True):
     """A parameter or buffer: `name` is the value in the program, `target` its name in the model.
 
-    `owner` is the stage that updates it; other stages that read it borrow it.
+    `owner` is the stage that updates it; other stages that read it borrow it. Frozen state is owned by every stage that
+    reads it.
     """
 
     name: str
@@ -102,6 +104,11 @@ class StateSpec(Record, frozen=True):
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether training leaves it as it is: a parameter without gradient, or a buffer that the model only reads."""
+        return not (self.trainable or self.mutated)
 
 
 class Op(Record, frozen=True):
@@ -184,9 +191,10 @@ class Program:
     `values` describes every value, `sources[i]` is the line of the model that op i comes from, `atomic_ranges` are
     the ranges `(first, last)` of ops that must stay in one stage, and `ties` maps other names of a tied parameter to
     its canonical name. `idle` is state that the forward pass never reads. `tensors` are the model's own tensors; those
-    of a program traced from a builder are fake, and `init_log` records how to make them. `prediction` is the model's
-    output, if it is a score for every token at every position. `untraced` describes backward passes of the model's own
-    that could not be traced: there, autograd differentiates the forward pass.
+    of a program traced from a builder are fake, and `init_log` records how to make them; with `pretrained`, most of
+    them are read from files instead. `prediction` is the model's output, if it is a score for every token at every
+    position. `untraced` describes backward passes of the model's own that could not be traced: there, autograd
+    differentiates the forward pass.
     """
 
     inputs: tuple[Value, ...]
@@ -201,8 +209,14 @@ class Program:
     idle: tuple[StateSpec, ...] = ()
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     init_log: InitLog | None = None
+    pretrained: PretrainedWeights | None = None
     prediction: Value | None = None
     untraced: tuple[str, ...] = ()
+
+    @property
+    def is_self_initialising(self) -> bool:
+        """Whether stages make their own initial tensors, from the seed."""
+        return self.init_log is not None and self.pretrained is None
 
     @property
     def num_parameters(self) -> int:

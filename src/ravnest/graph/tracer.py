@@ -7,9 +7,10 @@ existing model keeps its tensors, and the program refers to them. Model and loss
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
@@ -35,12 +36,14 @@ from ravnest.graph.gradient_recorder import HOOKED
 from ravnest.graph.init_recorder import InitLog, record, recording
 from ravnest.graph.lazy import has_lazy, replaced_lazy
 from ravnest.graph.lengths import at_shortest, find_lengths, input_values, narrowed
+from ravnest.graph.pretrained import Pretrained, PretrainedWeights, match_weights
 from ravnest.graph.program import Op, Program, StateSpec, Value, dtype_name, map_refs, refs
 from ravnest.graph.shapes import infer
 
 __all__ = ["trace"]
 
 Loss = Callable[..., Any]
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")  # torch names constants after the code that uses them
 
 
 class LossModule(nn.Module):
@@ -175,14 +178,17 @@ def _state(value: str, target: str, tensor: Tensor, kind: str, persistent: bool)
 
 def _public_names(tensors_by_name: Mapping[str, Tensor], constants: set[str]) -> dict[str, str]:
     """Names as in the model; those of the loss start with `loss.`, of constants with `constant.`."""
-    names = {name: f"constant.{name}" if name in constants else name.removeprefix("model.") for name in tensors_by_name}
+    names = {
+        name: "constant." + _NOT_IN_NAMES.sub("_", name) if name in constants else name.removeprefix("model.")
+        for name in tensors_by_name
+    }
     if len(set(names.values())) < len(names):
         raise TraceError("the model has a submodule named 'loss' or 'constant', which are reserved names: rename it")
     return names
 
 
 def trace(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module] | Pretrained,
     loss: Loss | nn.Module | None,
     example_batch: Any,
     *,
@@ -193,7 +199,7 @@ def trace(
     """Trace `loss(model(inputs), targets)` in training mode.
 
     Args:
-        model: A module, or a function without arguments that builds one.
+        model: A module, a function without arguments that builds one, or a function and a folder of weights.
         loss: Takes the model's output and the targets; returns a scalar, or a scalar and a dict of further tensors to
             report. If None, the batch is the inputs alone and the model returns the loss itself (a scalar, or an
             output with `.loss`).
@@ -206,6 +212,7 @@ def trace(
     Raises:
         ValueError: if the batches do not match each other.
         TraceError: if the model or its loss cannot be turned into a program.
+        WeightsError: if the folder's weights do not fit the model.
     """
     structure, examples = _flat_examples((example_batch, *others), has_targets=loss is not None)
     lengths = find_lengths(examples, max_length)
@@ -225,10 +232,22 @@ def trace(
     if log is not None:
         for tensor in collected.tensors.values():
             log.constant(tensor)  # literals of the forward pass, and tensors of the loss
+    weights = None
+    if isinstance(model, Pretrained):
+        weights = match_weights(model, module, (*collected.state, *collected.idle), collected.ties)
+        _check_initialisation(collected, weights, log)
     prediction = flat.outputs.pop() if len(flat.outputs) > len(labels[-1]) else ""
     graph = _functional_graph(flat, collected)
     feed = BatchLayout(structure, loss is not None, inputs, narrowed(lengths, flat.ranges))
-    return _assemble(flat, graph, collected, feed, labels[-1], log, prediction)
+    return replace(_assemble(flat, graph, collected, feed, labels[-1], log, prediction), pretrained=weights)
+
+
+def _check_initialisation(collected: ModuleState, weights: PretrainedWeights, log: InitLog | None) -> None:
+    """Raise `TraceError` if tensors that the files lack cannot be initialised beside the loaded ones."""
+    assert log is not None
+    loaded = {name: collected.tensors[name] for name in weights.sources}
+    others = {name: tensor for name, tensor in collected.tensors.items() if name not in loaded}
+    log.init_beside(loaded, others, others)
 
 
 def _flat_examples(batches: Sequence[Any], *, has_targets: bool) -> tuple[Any, list[Leaves]]:
@@ -266,6 +285,8 @@ def first_forward(module: LossModule, leaves: Sequence[Tensor]) -> None:
 def _build(model: Any, fake: FakeTensorMode) -> tuple[nn.Module, InitLog | None]:
     if isinstance(model, nn.Module):
         return model, None
+    if isinstance(model, Pretrained):
+        return record(model.builder, fake)
     if not callable(model):
         raise ValueError(f"model must be a torch.nn.Module or a function that builds one, got a {type(model).__name__}")
     return record(model, fake)

@@ -276,8 +276,8 @@ def _check_init(init: Init, state: Iterable[StateSpec], limits: StageLimits) -> 
         _check_op(where, shadow, kinds, INIT_ALLOWED)
         for out in filter(None, op.outs):
             _define_init(out, kinds, where)
-    if not set(kinds) >= {s.target for s in state if s.kind == "buffer"}:
-        raise ProgramError("the init list does not initialise every buffer of the stage")
+    if not set(kinds) >= {s.target for s in state if not s.trainable}:
+        raise ProgramError("the init list does not initialise every buffer and frozen parameter of the stage")
     if unknown := [k for k in kinds if k not in targets and not re.fullmatch(r"i[0-9]{1,9}", k)]:
         raise ProgramError(f"the init list makes {unknown[0][:60]!r}, which is not state of the stage")
     for i, draw in enumerate(init.draws):
@@ -407,7 +407,7 @@ def _check_state(stage: Stage, kinds: dict[str, str], limits: StageLimits) -> No
         targets.add(item.target)
         if item.kind not in ("parameter", "buffer"):
             raise ProgramError(f"{where} is a {item.kind[:40]!r}, not a parameter or a buffer")
-        if not 0 <= item.owner < stage.count or (item.kind == "buffer" and item.owner != stage.index):
+        if not 0 <= item.owner < stage.count or (not item.trainable and item.owner != stage.index):
             raise ProgramError(f"{where} has an invalid owner, stage {item.owner}")
         _check_tensor(where, item.dtype, item.shape)
         if item.trainable and (item.kind == "buffer" or not DTYPES[item.dtype].is_floating_point):

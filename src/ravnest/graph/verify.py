@@ -13,7 +13,7 @@ traced: a backward pass of the model's own that draws random numbers or calls au
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,10 +30,11 @@ from ravnest.graph.interpreter import Interpreter, Tape
 from ravnest.graph.lazy import has_lazy
 from ravnest.graph.limits import StageLimits
 from ravnest.graph.ops import eval_arguments, is_random
-from ravnest.graph.program import Program, Stage
+from ravnest.graph.pretrained import Pretrained
+from ravnest.graph.program import Program, Stage, StateSpec
 from ravnest.graph.serialization import dump, load
 from ravnest.graph.tracer import Loss, LossModule, first_forward, training_mode
-from ravnest.graph.weights import initialise
+from ravnest.graph.weights import initialise, start_tensors
 
 __all__ = ["Verification", "verify"]
 
@@ -84,7 +85,7 @@ def verify(
 
     Args:
         program: The program.
-        model: The module, or the function that builds it.
+        model: The module, the function that builds it, or that function and a folder of weights.
         loss: As for `trace`.
         leaves: The tensors of one microbatch, in the program's order.
         seed: The seed of the initial weights, if `model` is a function.
@@ -98,15 +99,19 @@ def verify(
     with _restored_generators():
         if is_built:
             torch.manual_seed(seed)
-            model = model()
+            model = (model.builder if isinstance(model, Pretrained) else model)()
         stages = _stages(program, leaves)
         module = LossModule(model, loss, program.feed.structure, lambda labels: None)
         if has_lazy(module):
             first_forward(module, leaves)
         own = _named_tensors(module)
-        state = _initial_state(program, stages, seed) if is_built else _shared_state(program)
-        if is_built:
+        if program.pretrained is not None:
+            state = _loaded_state(program, own, seed)
+        elif is_built:
+            state = _initial_state(program, stages, seed)
             _check_initial(state, own)
+        else:
+            state = _shared_state(program.state, program.tensors)
         expected = _run_model(module, leaves)
         actual = _run_stages(program, stages, state, leaves)
         result = _compare(program, expected, actual, module, leaves)
@@ -220,14 +225,26 @@ def _named_tensors(module: LossModule) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
-def _shared_state(program: Program) -> dict[str, Tensor]:
+def _shared_state(specs: Iterable[StateSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Leaves that share the memory of the model's parameters, and copies of its buffers."""
     return {
-        s.target: program.tensors[s.target].detach().requires_grad_(s.trainable)
+        s.target: tensors[s.target].detach().requires_grad_(s.trainable)
         if s.kind == "parameter"
-        else program.tensors[s.target].detach().clone()
-        for s in program.state
+        else tensors[s.target].detach().clone()
+        for s in specs
     }
+
+
+def _loaded_state(program: Program, own: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Load the model with the values that training starts from; return leaves that share its memory."""
+    constants: dict[str, Tensor] = {}
+    for name, tensor in start_tensors(program, (*program.state, *program.idle), seed):
+        if name in own:
+            with torch.no_grad():
+                own[name].copy_(tensor)
+        else:
+            constants[name] = tensor
+    return _shared_state(program.state, {**own, **constants})
 
 
 def _initial_state(program: Program, stages: Sequence[Stage], seed: int) -> dict[str, Tensor]:

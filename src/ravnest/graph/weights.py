@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -33,10 +33,13 @@ __all__ = [
     "read_weights",
     "replay",
     "stage_weights",
+    "start_tensors",
     "write_weights",
 ]
 
 _CPU = torch.device("cpu")
+_GROUP_BYTES = 1 << 30  # of initial tensors that are made at a time
+_ALIGNMENT = 64  # of tensors in memory: torch's kernels may round differently for others
 _CHUNK = 1 << 20  # a multiple of 16, the numbers torch draws at a time
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -51,21 +54,61 @@ def stage_weights(program: Program, stage: Stage) -> dict[str, Tensor]:
     return {s.target: program.tensors[s.target].detach() for s in stage.state if s.owner == stage.index}
 
 
+def start_tensors(program: Program, specs: Iterable[StateSpec], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the values that training starts from, by name: those of the model, of its files, or drawn from the seed.
+
+    Tensors in files are read one at a time. Those that a builder makes are made in groups of limited size.
+    """
+    specs = list(specs)
+    if program.init_log is None:
+        yield from ((item.target, program.tensors[item.target].detach()) for item in specs)
+        return
+    sources = {} if program.pretrained is None else program.pretrained.sources
+    if program.pretrained is not None:
+        yield from program.pretrained.read(item for item in specs if item.target in sources)
+    for group in _groups([item for item in specs if item.target not in sources]):
+        yield from _made(program, group, seed).items()
+
+
+def _made(program: Program, group: Sequence[StateSpec], seed: int) -> dict[str, Tensor]:
+    assert program.init_log is not None
+    targets = {item.target: program.tensors[item.target] for item in group}
+    if program.pretrained is None:
+        return replay(program.init_log.init_for(targets), set(targets), seed)
+    specs = {s.target: s for s in (*program.state, *program.idle) if s.target in program.pretrained.sources}
+    others = {name: tensor for name, tensor in program.tensors.items() if name not in specs}
+    init = program.init_log.init_beside({name: program.tensors[name] for name in specs}, targets, others)
+    read = dict.fromkeys(name for op in init.ops for name in refs(op) if name in specs)
+    return replay(init, set(targets), seed, dict(program.pretrained.read(specs[name] for name in read)))
+
+
+def _groups(specs: Sequence[StateSpec]) -> Iterator[list[StateSpec]]:
+    """Split tensors into groups of at most `_GROUP_BYTES`, or of one tensor."""
+    group: list[StateSpec] = []
+    for item in specs:
+        if group and sum(other.num_bytes for other in group) + item.num_bytes > _GROUP_BYTES:
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
+
+
 def initialise(stage: Stage, seed: int) -> dict[str, Tensor]:
     """The stage's tensors, bit-equal to those of `torch.manual_seed(seed)` and the builder."""
     assert stage.init is not None, "a stage traced from an existing model has no init list: use stage_weights"
     return replay(stage.init, {s.target for s in stage.state}, seed)
 
 
-def replay(init: Init, targets: set[str], seed: int) -> dict[str, Tensor]:
-    """Make `targets` by running an init list; the global random state is left unchanged."""
+def replay(init: Init, targets: set[str], seed: int, loaded: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Make `targets` by running an init list on `loaded` tensors; the global random state is left unchanged."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        return _replay(init, targets)
+        return _replay(init, targets, loaded or {})
 
 
-def _replay(init: Init, targets: set[str]) -> dict[str, Tensor]:
-    env: dict[str, Any] = {}
+def _replay(init: Init, targets: set[str], loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    env: dict[str, Any] = dict(loaded)
     draws = iter(init.draws)
     draw = next(draws, None)
     last = {name: i for i, op in enumerate(init.ops) for name in (*refs(op), *op.outs)}
@@ -97,14 +140,19 @@ def _discard(draw: Draw) -> None:
     function(scratch[:count], *args)
 
 
-def read_weights(stage: Stage, path: Path | str) -> dict[str, Tensor]:
-    """The stage's tensors from a safetensors file; shapes and dtypes are checked before data is read."""
-    return dict(iterate_weights(stage, path))
+def read_weights(stage: Stage, path: Path | str, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The stage's tensors from a safetensors file; shapes and dtypes are checked before data is read.
+
+    `names` are those to read; None: all that the stage owns.
+    """
+    return dict(iterate_weights(stage, path, names))
 
 
-def iterate_weights(stage: Stage, path: Path | str) -> Iterator[tuple[str, Tensor]]:
+def iterate_weights(
+    stage: Stage, path: Path | str, names: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """As `read_weights`, one tensor at a time."""
-    return _read(path, [s for s in stage.state if s.owner == stage.index])
+    return _read(path, [s for s in stage.state if s.owner == stage.index and (names is None or s.target in names)])
 
 
 def _read(path: Path | str, specs: Iterable[StateSpec]) -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +163,12 @@ def _read(path: Path | str, specs: Iterable[StateSpec]) -> Iterator[tuple[str, T
                 raise WeightsError(
                     f"{path}: {item.target!r} is {dtype} {shape}, the stage needs {item.dtype} {item.shape}"
                 )
-            yield item.target, file.read(item.target)
+            yield item.target, _aligned(file.read(item.target))
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, in memory of its own if its place in the mapped file is not aligned as torch aligns tensors."""
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
 class WeightsFile:
@@ -165,7 +218,7 @@ class WeightsWriter:
             self._offsets[item.target] = (item, offset)
             offset += item.num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         self._start = 8 + len(text)
         self._file = file
         self.missing = set(self._offsets)

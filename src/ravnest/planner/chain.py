@@ -81,9 +81,14 @@ class Chain:
     def sharing_weights(self) -> Chain:
         """The chain with only those cuts that leave weights on both sides.
 
-        Otherwise one stage could hold the whole model while another only computes the loss.
+        Otherwise one stage could hold the whole model while another only computes the loss. Frozen weights count, small
+        constants do not: those smaller than the mean of the trained weights.
         """
-        owned = [op for op, size in enumerate(_by_first_op(self)) if size]
+        if not self.weights:
+            return self
+        least_bytes = max(1, sum(weight.num_bytes for weight in self.weights) / len(self.weights))
+        frozen = [storage for storage in self.fixed if storage.num_bytes >= least_bytes]
+        owned = sorted(min(storage.ops) for storage in (*self.weights, *frozen) if storage.ops and storage.num_bytes)
         if not owned:
             return self
         return replace(self, cuts=tuple(cut for cut in self.cuts if owned[0] < cut <= owned[-1]))

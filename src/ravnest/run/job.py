@@ -25,6 +25,7 @@ from ravnest.core.units import format_bytes
 from ravnest.errors import FixedBatchSize, TraceError, WeightsError
 from ravnest.graph import Program, trace
 from ravnest.graph.batch import batch_size_of, flatten, split_batch
+from ravnest.graph.pretrained import Pretrained
 from ravnest.graph.verify import verify
 from ravnest.pipeline.optimizers import AdamW, Optimizer
 from ravnest.profiling.host import host_memory
@@ -42,7 +43,6 @@ from ravnest.run.traced_job import TracedJob
 __all__ = ["Job", "Run"]
 
 _MAX_BATCH_EFFECT, _NOTED_BATCH_EFFECT = 0.1, 0.005  # of the loss
-_VERIFY_COPIES = 4  # of the parameters: the model, the program's own, and the gradients of both
 
 
 def new_folder(folder: Path | str | None, name: str) -> Path:
@@ -83,7 +83,8 @@ class Job:
     """A training job.
 
     Args:
-        model: A module, or a function that builds one; with a function, no process holds the whole model.
+        model: A module, a function that builds one, or `ravnest.pretrained(folder, function)`; without a module, no
+            process holds the whole model.
         loss: A function of the model's output and the targets that returns the loss, or a dict whose first value is
             the loss. None: a batch is the inputs alone, and the model returns the loss.
         data: An iterable of batches `(inputs, targets)`; see the page on data for other forms. A list or loader starts
@@ -99,7 +100,7 @@ class Job:
         source: The file that defines the job, if one does.
     """
 
-    model: nn.Module | Callable[[], nn.Module]
+    model: nn.Module | Callable[[], nn.Module] | Pretrained
     loss: Callable[..., Any] | None
     data: Iterable[Any]
     optimizer: Optimizer = field(default_factory=AdamW)
@@ -152,6 +153,11 @@ class Job:
             view.message("tracing the model")
         with progress_messages(view, "building and tracing the model"):
             program = self._trace(config, examples)
+        if program.pretrained is not None:
+            for text in program.pretrained.notes:
+                view.message(text)
+            with progress_messages(view, f"reading the weights in {program.pretrained.folder.folder}"):
+                program.pretrained.check_values((*program.state, *program.idle))
         start = self._resumed(config, program, changes, view)
         if start is not None:
             config = replace(config, seed=start.manifest.seed)
@@ -186,8 +192,7 @@ class Job:
 
     def _verify(self, program: Program, examples: Sequence[Any], config: TrainingConfig, view: ProgressView) -> bool:
         """Compare the program with the model on one microbatch; returns False if it is too big for this machine."""
-        state_bytes = sum(item.num_bytes for item in (*program.state, *program.idle))
-        needed_bytes, usable_bytes = _VERIFY_COPIES * state_bytes, host_memory().usable_bytes
+        needed_bytes, usable_bytes = _verification_bytes(program), host_memory().usable_bytes
         if needed_bytes > usable_bytes:
             view.message(
                 f"not verified: comparing the traced program with the model needs {format_bytes(needed_bytes)} of "
@@ -313,3 +318,11 @@ class Job:
             except ValueError as error:
                 raise ValueError(f"the held-out data do not match the data: {error}") from error
         return lambda: list(islice(held_out, config.validation_batches))
+
+
+def _verification_bytes(program: Program) -> int:
+    """Bytes that a verification adds: the model and the program's state, if it does not share it, and two gradients."""
+    state_bytes = sum(item.num_bytes for item in (*program.state, *program.idle))
+    trained_bytes = sum(item.num_bytes for item in program.state if item.trainable)
+    copies = 0 if program.init_log is None else 2 if program.is_self_initialising else 1
+    return copies * state_bytes + 2 * trained_bytes
