@@ -69,7 +69,11 @@ class SyntheticRequester:
         return (), "nothing is better"
 
     def stages(
-        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
+        self,
+        cluster: ClusterSpec,
+        profiles: Sequence[NodeProfile],
+        missing_stages: Sequence[int] = (),
+        missing_frozen: Sequence[int] = (),
     ) -> list[StageFiles]:
         config = msgspec.json.encode({"accumulate": cluster.accumulate})
         return [StageFiles(bytes([i]) * _STAGE_BYTES, config) for i in range(len(profiles))]

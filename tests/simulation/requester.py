@@ -65,7 +65,11 @@ class SimulatedRequester:
         return ends, "chance"
 
     def stages(
-        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
+        self,
+        cluster: ClusterSpec,
+        profiles: Sequence[NodeProfile],
+        missing_stages: Sequence[int] = (),
+        missing_frozen: Sequence[int] = (),
     ) -> list[StageFiles]:
         return [
             StageFiles(file=f"{cluster.id} {i}".encode(), config=msgspec.msgpack.encode(rule))

@@ -123,7 +123,9 @@ class PlanningService:
         context = self._context
         restore = self._restore_plan(cluster)
         profiles = [context.state.nodes[name].profile for name in cluster.members]
-        files = await asyncio.to_thread(context.requester.stages, cluster, profiles, restore.missing_stages)
+        files = await asyncio.to_thread(
+            context.requester.stages, cluster, profiles, restore.missing_stages, restore.missing_frozen
+        )
         if restore.updates:
             cluster = msgspec.structs.replace(
                 cluster,

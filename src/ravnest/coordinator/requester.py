@@ -82,9 +82,16 @@ class Requester(Protocol):
         """In a thread. Running clusters of these machines to end for a better plan, and the reason."""
 
     def stages(
-        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
+        self,
+        cluster: ClusterSpec,
+        profiles: Sequence[NodeProfile],
+        missing_stages: Sequence[int] = (),
+        missing_frozen: Sequence[int] = (),
     ) -> list[StageFiles]:
-        """In a thread. Files of a cluster's stages; no complete replica exists of those in `missing_stages`."""
+        """In a thread. Files of a cluster's stages; no complete replica exists of those in `missing_stages`.
+
+        Those in `missing_frozen` have replicas without frozen tensors.
+        """
 
     def rings(self, clusters: Sequence[ClusterSpec]) -> list[RingShape]:
         """In a thread. The rings in which these clusters average."""

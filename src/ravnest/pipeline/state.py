@@ -7,6 +7,8 @@
     shift/NAME             the offset that the next update will add to the weights
 
 The first two kinds are a light state, enough to resume. All of them are a whole state, which resumes bit for bit.
+Frozen parameters and constant buffers are as training found them: only a state that a node keeps for itself, or that
+another node requests by name, has them.
 Every tensor belongs to one parameter or buffer, so a state also fits stages with other cuts. Files appear under their
 name only when complete; a reader loads only the tensors it needs.
 """
@@ -26,7 +28,17 @@ from ravnest.graph import Stage, StateSpec, write_weights
 from ravnest.graph.program import dtype_name
 from ravnest.graph.weights import WeightsFile, open_weights
 
-__all__ = ["StageState", "join", "kind_and_name", "owned", "read_state", "select", "updates_in", "write_state"]
+__all__ = [
+    "StageState",
+    "join",
+    "kind_and_name",
+    "owned",
+    "trained",
+    "read_state",
+    "select",
+    "updates_in",
+    "write_state",
+]
 
 _OPTIMIZER = "optimizer"
 _VERSION = "version-"
@@ -121,6 +133,11 @@ def kind_and_name(entry: str) -> tuple[str, str]:
 def owned(stage: Stage) -> dict[str, StateSpec]:
     """The parameters and buffers that a stage owns, by their names in the model."""
     return {s.target: s for s in stage.state if s.owner == stage.index}
+
+
+def trained(stage: Stage) -> dict[str, StateSpec]:
+    """Those that a stage owns and training changes."""
+    return {name: item for name, item in owned(stage).items() if not item.is_frozen}
 
 
 def check_entry(entry: str, own: Mapping[str, StateSpec], dtype: str, shape: tuple[int, ...]) -> None:

@@ -138,19 +138,22 @@ class Trainer:
         """Store a version of the parameters that stage `owner` lends; its delay decides which step runs on it."""
         self._borrowed.add(owner, version, delay, {name: tensor.to(self.device) for name, tensor in tensors.items()})
 
-    def weights(self) -> Tensors:
-        """The stage's own parameters and buffers as of its last update, without the effect of later forwards."""
-        own = {s.target for s in self.stage.state if s.owner == self.stage.index}
+    def weights(self, *, frozen: bool = True) -> Tensors:
+        """The stage's own parameters and buffers as of its last update, without the effect of later forwards.
+
+        Without `frozen`, only those that training changes.
+        """
+        own = {s.target for s in self.stage.state if s.owner == self.stage.index and (frozen or not s.is_frozen)}
         buffers = self._buffers_before.get(self.versions.newest, {})
         return {n: t for n, t in {**self.fixed, **buffers, **self.versions.master}.items() if n in own}
 
-    def state(self, *, whole: bool, copies: bool = True) -> StageState:
+    def state(self, *, whole: bool, copies: bool = True, frozen: bool = False) -> StageState:
         """The state after the last update, without the effect of later forwards; see `ravnest.pipeline.state`.
 
         Without `copies` it is valid until the next action only. In a light state a pending shift is already added to
-        the weights.
+        the weights. `frozen` tensors are included on request only: they are as training found them.
         """
-        weights, shift = self.weights(), self.versions.pending_shift
+        weights, shift = self.weights(frozen=frozen), self.versions.pending_shift
         if not whole:
             weights |= {name: weights[name] + by for name, by in shift.items()}
         others = {f"version-{age}": tensors for age, tensors in self.versions.by_age().items()}

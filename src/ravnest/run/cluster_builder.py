@@ -26,7 +26,8 @@ from ravnest.planner import Chain
 from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, Machine, Task
 from ravnest.planner.rings import find_segments, order_ring
 from ravnest.protocol.control import NodeProfile
-from ravnest.run.checkpoint.format import Checkpoint, write_first_weights
+from ravnest.run.checkpoint.format import Checkpoint
+from ravnest.run.checkpoint.start import StartWeights
 from ravnest.run.fleet_plan import TimedJob
 from ravnest.run.plan import PipelinePlan, StagePlan
 
@@ -45,11 +46,13 @@ class ClusterBuilder:
         chain: Chain,
         trainer: TrainerConfig,
         folder: Path,
+        start: StartWeights,
         *,
         accumulate: int,
         microbatch: int,
     ) -> None:
         self._program, self._chain, self._trainer, self._folder = program, chain, trainer, folder
+        self._start = start
         self._accumulate, self.microbatch = accumulate, microbatch
         self.plans: dict[str, PipelinePlan] = {}  # by cluster
         self.checkpoint: Checkpoint | None = None  # the state of stages of which no node has a replica
@@ -91,9 +94,16 @@ class ClusterBuilder:
                 yield first[state.name], state
 
     def stages(
-        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
+        self,
+        cluster: ClusterSpec,
+        profiles: Sequence[NodeProfile],
+        missing_stages: Sequence[int] = (),
+        missing_frozen: Sequence[int] = (),
     ) -> list[StageFiles]:
-        """Return the files of a cluster's stages, in their order; weights and states only of `missing_stages`."""
+        """Return the files of a cluster's stages, in their order.
+
+        Weights and states only of `missing_stages`, frozen weights also of `missing_frozen`.
+        """
         plan = self.plans[cluster.id]
         stage_roles = roles(plan.stages, [rule.delay for rule in plan.rules])
         return [
@@ -105,7 +115,9 @@ class ClusterBuilder:
                         threads=profile.threads,
                     )
                 ),
-                weights=self._first_weights(cluster, stage) if stage.index in missing_stages else None,
+                weights=self._first_weights(cluster, stage, is_missing=stage.index in missing_stages)
+                if stage.index in (*missing_stages, *missing_frozen)
+                else None,
                 states=self._states(cluster, stage) if stage.index in missing_stages else (),
                 max_bytes=_owned_bytes(stage) + _HEADER_BYTES,
             )
@@ -124,9 +136,11 @@ class ClusterBuilder:
                 paths.append(path)
         return tuple(paths)
 
-    def _first_weights(self, cluster: ClusterSpec, stage: Stage) -> Path | None:
+    def _first_weights(self, cluster: ClusterSpec, stage: Stage, *, is_missing: bool) -> Path | None:
+        """Write the tensors that a stage cannot have from elsewhere: all, or the frozen ones if it has a state."""
         path = self._folder / f".first-{cluster.id}-{stage.index}.safetensors"
-        return path if write_first_weights(self._program, stage, path) else None
+        frozen_only = not is_missing or self.checkpoint is not None
+        return path if self._start.write_stage(stage, path, frozen_only=frozen_only) else None
 
 
 class FleetClusterBuilder(ClusterBuilder):
@@ -138,13 +152,14 @@ class FleetClusterBuilder(ClusterBuilder):
         timed: TimedJob,
         trainer: TrainerConfig,
         folder: Path,
+        start: StartWeights,
         *,
         synchronous: bool,
         min_stages: int,
         num_spares: int = 0,
     ) -> None:
         super().__init__(
-            program, timed.chain, trainer, folder, accumulate=timed.accumulate, microbatch=timed.microbatch
+            program, timed.chain, trainer, folder, start, accumulate=timed.accumulate, microbatch=timed.microbatch
         )
         self._timed = timed
         self._synchronous, self._min_stages, self._num_spares = synchronous, min_stages, num_spares

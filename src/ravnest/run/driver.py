@@ -28,7 +28,7 @@ from ravnest.coordinator.service import CoordinatorConfig, CoordinatorServer
 from ravnest.coordinator.status import RuntimeStatus
 from ravnest.core.metrics import StageMetrics
 from ravnest.errors import NotFinite, RavnestError, WorkerLost
-from ravnest.run.checkpoint.format import gather
+from ravnest.run.checkpoint.start import gather
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.cluster_progress import ClusterProgress, RunMonitor
 from ravnest.run.coordinator_thread import CoordinatorThread
@@ -438,7 +438,7 @@ class RunDriver:
         job = self._job
         parts = [part_path(job.folder, cluster, i) for i in range(num_stages)]
         gather(
-            job.program, training.plan.stages, parts, job.folder / "model.safetensors", job.config.seed,
+            job.program, training.plan.stages, parts, job.folder / "model.safetensors", job.start_weights,
             step=self.progress.step,
         )  # fmt: skip
         self.result, self.stages = training.plan, dict(training.tracker.stages)

@@ -49,7 +49,7 @@ class LocalClusterBuilder(ClusterBuilder):
 
     def __init__(self, job: TracedJob, timings: LocalTimings, view: ProgressView) -> None:
         super().__init__(
-            job.program, timings.chain, job.trainer, job.folder, accumulate=timings.accumulate,
+            job.program, timings.chain, job.trainer, job.folder, job.start_weights, accumulate=timings.accumulate,
             microbatch=timings.microbatch,
         )  # fmt: skip
         self.checkpoint = job.start

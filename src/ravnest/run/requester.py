@@ -104,9 +104,13 @@ class RunRequester:
         return self._builder.find_better_plan(machines, running)
 
     def stages(
-        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
+        self,
+        cluster: ClusterSpec,
+        profiles: Sequence[NodeProfile],
+        missing_stages: Sequence[int] = (),
+        missing_frozen: Sequence[int] = (),
     ) -> list[StageFiles]:
-        return self._builder.stages(cluster, profiles, missing_stages)
+        return self._builder.stages(cluster, profiles, missing_stages, missing_frozen)
 
     def rings(self, clusters: Sequence[ClusterSpec]) -> list[RingShape]:
         return self._builder.rings(clusters)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ravnest.config import TrainingConfig
 from ravnest.graph import Program
 from ravnest.pipeline.config import TrainerConfig
 from ravnest.pipeline.optimizers import Optimizer
-from ravnest.run.checkpoint.format import Checkpoint, unused_tensors
+from ravnest.run.checkpoint.format import Checkpoint
 from ravnest.run.checkpoint.resume import describe
+from ravnest.run.checkpoint.start import StartWeights
 from ravnest.run.checkpoint.writer import CheckpointConfig, RunCheckpoints
 from ravnest.run.data import Weight
 
@@ -37,6 +39,11 @@ class TracedJob:
             autocast=config.autocast, compression=config.activation_compression,
         )  # fmt: skip
 
+    @cached_property
+    def start_weights(self) -> StartWeights:
+        """The tensors that it starts from."""
+        return StartWeights(self.program, self.config.seed, self.start)
+
     def checkpoints(self) -> RunCheckpoints:
         """Return the checkpoints of its run, to be written while it trains."""
         config = self.config
@@ -44,5 +51,5 @@ class TracedJob:
             self.folder,
             CheckpointConfig(every=config.checkpoint_every, keep=config.keep_checkpoints, to=config.checkpoint_to),
             lambda plan: describe(self.program, self.optimizer, plan, config.seed),
-            lambda: unused_tensors(self.program, config.seed),
+            lambda: self.start_weights.write_frozen(self.folder),
         )

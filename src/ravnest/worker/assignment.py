@@ -25,7 +25,7 @@ from ravnest.errors import LinkError, ProgramError, RavnestError
 from ravnest.graph import Stage, StageLimits, load
 from ravnest.pipeline.config import StageConfig
 from ravnest.pipeline.loop import Loop
-from ravnest.pipeline.state import write_state
+from ravnest.pipeline.state import trained, write_state
 from ravnest.protocol.averaging import Message
 from ravnest.protocol.commands import (
     AbortAveraging,
@@ -104,7 +104,7 @@ class AssignmentRun:
     def stop(self) -> None:
         self.command(StopStage())
 
-    def write_replica(self, path: Path) -> int:
+    def write_replica(self, path: Path, *, frozen: bool) -> int:
         """Write the state of the stage between two of its actions; return its number of updates.
 
         The stage waits until the file is written, because a second state might not fit in memory.
@@ -114,7 +114,7 @@ class AssignmentRun:
         def write(loop: Loop) -> None:
             if written.set_running_or_notify_cancel():
                 try:
-                    state = loop.trainer.state(whole=False, copies=False)
+                    state = loop.trainer.state(whole=False, copies=False, frozen=frozen)
                     write_state(state, path)
                     written.set_result(state.updates)
                 except (OSError, RavnestError) as error:
@@ -284,7 +284,7 @@ class AssignmentRun:
 
 
 def _num_elements(stage: Stage) -> int:
-    return sum(prod(spec.shape) for spec in stage.state)
+    return sum(prod(spec.shape) for spec in trained(stage).values())
 
 
 class _LinkDialer:

@@ -298,7 +298,7 @@ class StageAveraging:
             try:
                 vectors = flatten(
                     rings.formation.seats,
-                    loop.trainer.weights(),
+                    loop.trainer.weights(frozen=False),
                     lambda ring, count: rings.vector("snapshot", ring, count),
                 )
                 taken.set_result((loop.schedule.updates, vectors))
@@ -353,7 +353,7 @@ class StageAveraging:
         positions = rings.formation.seats
 
         def apply(loop: Loop) -> None:
-            tensors, is_idle = loop.trainer.weights(), loop.schedule.in_flight == 0
+            tensors, is_idle = loop.trainer.weights(frozen=False), loop.schedule.in_flight == 0
             if is_idle and loop.schedule.updates == current.updates:
                 loop.trainer.set_weights(unflatten(positions, results, tensors))  # bit for bit
             else:

@@ -51,7 +51,7 @@ class ReplicaUnavailable(RavnestError):
 
 
 class ReplicaRequest(TaggedRecord, frozen=True):
-    """Parameters and buffers to send; without names, the whole replica."""
+    """Parameters and buffers to send; without names, the whole replica, without frozen ones of a running stage."""
 
     names: tuple[str, ...]
 
@@ -169,8 +169,8 @@ _HEADER_BYTES = 1 << 20
 class RunningStage(Protocol):
     """A stage that this worker computes."""
 
-    def write_replica(self, path: Path) -> int:
-        """Write the state between two actions; return its number of updates."""
+    def write_replica(self, path: Path, *, frozen: bool) -> int:
+        """Write the state between two actions, on request with frozen tensors; return its number of updates."""
 
     def wait(self, timeout_s: float, /) -> bool:
         """Wait briefly until the stage's own messages are sent."""
@@ -278,19 +278,19 @@ class ReplicaExchange:
 
     def _prepare(self, replica: ReplicaInfo, names: tuple[str, ...], draft: Path) -> tuple[Path, int]:
         """Return a file with the named tensors of a replica, all if there are no names, and its number of updates."""
-        path, updates = self._newest(replica, draft)
+        path, updates = self._newest(replica, draft, frozen=bool(names))
         if not names:
             return path, updates
         select(path, draft, names)
         return draft, updates
 
-    def _newest(self, replica: ReplicaInfo, draft: Path) -> tuple[Path, int]:
+    def _newest(self, replica: ReplicaInfo, draft: Path, *, frozen: bool) -> tuple[Path, int]:
         """Write the state of the running stage to `draft`; without one, use the replica store."""
         reason = "this node does not compute it"
         running = self._running(replica.cluster, replica.stage)
         if running is not None:
             try:
-                return draft, running.write_replica(draft)
+                return draft, running.write_replica(draft, frozen=frozen)
             except RavnestError as error:
                 reason = str(error)
         stored = self._resources.replica_store.find(replica.cluster, replica.stage)

@@ -23,7 +23,7 @@ from ravnest.core.clock import Deadline
 from ravnest.core.metrics import StageMetrics
 from ravnest.core.rate_limit import RateLimiter
 from ravnest.core.schedule import PipelineSchedule
-from ravnest.errors import FrameError, LinkClosed, LinkError, RavnestError
+from ravnest.errors import FrameError, LinkClosed, LinkError, RavnestError, WeightsError
 from ravnest.graph import Stage, StageLimits, StateSpec, initialise, read_weights, write_weights
 from ravnest.graph.dry_run import dry_run_batch
 from ravnest.graph.program import DTYPES
@@ -233,8 +233,8 @@ class StageRunner:
         self._inbox.call(execute)
 
     def state(self) -> StageState:
-        """Return weights and optimizer state; only once the stage has ended."""
-        return self._loop.trainer.state(whole=False, copies=False)
+        """Return weights, frozen ones included, and optimizer state; only once the stage has ended."""
+        return self._loop.trainer.state(whole=False, copies=False, frozen=True)
 
     def call_in_loop(self, function: Callable[[Loop], None]) -> None:
         """Call a function in the training loop between two actions."""
@@ -398,15 +398,20 @@ def _initial_state(stage: Stage, config: StageConfig, begin: StageState | None) 
 
 
 def _initial_weights(stage: Stage, config: StageConfig, start: StageState) -> dict[str, Tensor]:
-    """Return the weights of a new stage, or nothing if `start` has all of them."""
-    if owned(stage).keys() <= start.weights.keys():
+    """Return the weights that `start` does not have: from a file, or initialised."""
+    missing = owned(stage).keys() - start.weights.keys()
+    if not missing:
         return {}
-    return read_weights(stage, config.weights) if config.weights else initialise(stage, config.settings.seed)
+    if config.weights:
+        return read_weights(stage, config.weights, missing)
+    if stage.init is None:
+        raise WeightsError(f"the stage was given no value for {min(missing)}")
+    return initialise(stage, config.settings.seed)
 
 
 def _save(loop: Loop, path: str) -> None:
-    """Write the stage's own weights, complete or not at all."""
-    tensors = loop.trainer.weights()
+    """Write the stage's own weights that training changes, complete or not at all."""
+    tensors = loop.trainer.weights(frozen=False)
     with write_weights(path, [s for s in loop.trainer.stage.state if s.target in tensors]) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)

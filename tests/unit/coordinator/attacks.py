@@ -70,7 +70,11 @@ class FakeRequester:
         return (), "nothing is better"
 
     def stages(
-        self, cluster: ClusterSpec, profiles: Sequence[NodeProfile], missing_stages: Sequence[int] = ()
+        self,
+        cluster: ClusterSpec,
+        profiles: Sequence[NodeProfile],
+        missing_stages: Sequence[int] = (),
+        missing_frozen: Sequence[int] = (),
     ) -> list[StageFiles]:
         return [StageFiles(self.file, b"a config", max_bytes=self.max_bytes) for _ in cluster.members]
 

@@ -55,6 +55,22 @@ def test_a_nodes_own_replica_is_preferred_to_a_little_newer_one() -> None:
     assert [[one.holder for one in stage] for stage in old.stages] == [["cellar"], ["den"]]
 
 
+def test_only_the_node_that_computed_a_stage_has_its_frozen_tensors() -> None:
+    state = trains("attic", "barn")
+    cut = state.cuts["c1"]
+    running = plan_restore(state, ("cellar", "den"), cut, 20.0, {("c1", 0): 30, ("c1", 1): 31})
+    assert running.missing_frozen == ()
+    apply(state, on.ReplicaRecorded(90.0, "cellar", "barn", ReplicaInfo("c1", 1, 29), 1, 0.1))
+    apply(state, on.ClusterEnded(100.0, "c1", "barn is gone", is_lost=True))
+    apply(state, on.NodeReleased(100.0, "attic", 1, ReplicaInfo("c1", 0, 30)))
+    apply(state, on.NodeLost(100.0, "barn", "it is gone", is_voluntary=False))
+    same = plan_restore(state, ("attic", "cellar"), cut, 110.0, {})
+    assert (same.missing_stages, same.missing_frozen) == ((), (1,))
+    moved = plan_restore(state, ("den", "cellar"), (cut[0] + 1,), 110.0, {})
+    assert (moved.missing_stages, moved.missing_frozen) == ((), (0, 1))
+    assert plan_restore(state, ("den",), (), 110.0, {}).missing_frozen == (0,)
+
+
 def test_disconnected_nodes_are_no_sources() -> None:
     state = trains("attic", "barn")
     state.mark_disconnected("barn")

@@ -28,6 +28,7 @@ from ravnest.run.checkpoint.format import (
     prune,
 )
 from ravnest.run.checkpoint.resume import check_same
+from ravnest.run.checkpoint.start import StartWeights
 from ravnest.run.checkpoint.writer import CheckpointConfig, RunCheckpoints
 from ravnest.run.data import Batches
 from ravnest.run.metrics import MetricsFile
@@ -172,8 +173,9 @@ def test_what_a_killed_run_has_left_goes(tmp_path: Path) -> None:
 PLAN = PipelinePlan((), (), (), (), 1, 1, 1.0, "")
 
 
-def checkpoints(run: Path, config: CheckpointConfig, unused: dict[str, torch.Tensor] | None = None) -> RunCheckpoints:
-    return RunCheckpoints(run, config, lambda plan: about(), lambda: unused or {})
+def checkpoints(run: Path, config: CheckpointConfig, traced: Program | None = None) -> RunCheckpoints:
+    start = StartWeights(traced or program(), 0)
+    return RunCheckpoints(run, config, lambda plan: about(), lambda: start.write_frozen(run))
 
 
 def begin(kept: RunCheckpoints, step: int, num_stages: int, batches: int) -> list[Path]:
@@ -185,7 +187,10 @@ def begin(kept: RunCheckpoints, step: int, num_stages: int, batches: int) -> lis
 
 
 def test_a_checkpoint_waits_for_every_stage(tmp_path: Path) -> None:
-    kept = checkpoints(tmp_path, CheckpointConfig(every=2, keep=2), {"idle": torch.ones(3)})
+    model = nn.Linear(2, 1)
+    model.register_buffer("idle", torch.ones(3))
+    traced = trace(model, nn.functional.mse_loss, (torch.zeros(4, 2), torch.zeros(4, 1)))
+    kept = checkpoints(tmp_path, CheckpointConfig(every=2, keep=2), traced)
     for step in (2, 4, 6):
         paths = begin(kept, step, 2, batches=step + 1)
         for stage in (1, 0):
@@ -199,7 +204,13 @@ def test_a_checkpoint_waits_for_every_stage(tmp_path: Path) -> None:
     assert kept.messages() == []
     newest = choose(tmp_path).checkpoint
     assert (newest.manifest.batches, newest.manifest.seed) == (7, 7)
-    assert {file.name: file.tensors for file in newest.manifest.files}["unused.safetensors"] == ("weights/idle",)
+    assert newest.manifest.frozen is not None
+    assert newest.manifest.frozen.tensors == ("weights/idle",)
+    kept_once = list((tmp_path / "checkpoints").glob("frozen-*"))
+    assert kept_once == [newest.frozen_path]
+    kept_once[0].write_bytes(b"another file")
+    with pytest.raises(WeightsError, match=r"frozen-.* has 12 bytes"):
+        choose(tmp_path)
 
 
 def test_a_stage_that_cannot_write_costs_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ replication takes little of a connection. A node sends one replica at a time, an
 A replica belongs to a stage, an interval of the model's chain between two cuts of its cluster. A new cluster may be cut
 elsewhere, so one of its stages may need several replicas. A stage that is training counts as an up-to-date replica. A
 node's own replica, which needs no transfer, is preferred to another that is not much newer.
+
+Replicas on other nodes have no frozen tensors, which would be sent again and again; a stage that is restored from them
+gets its frozen tensors from the requester. The node that computed a stage keeps them, and sends them on request.
 """
 
 from __future__ import annotations
@@ -116,7 +119,7 @@ def _replicate(cluster: ClusterRecord, source: str, target: str, reason: str) ->
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica, its holder, the time of its state, and the ops it covers (`first` to `end`)."""
+    """A replica, its holder, the time of its state, the ops it covers (`first` to `end`); complete or not."""
 
     info: ReplicaInfo
     holder: str
@@ -124,14 +127,19 @@ class Replica:
     first: int
     end: float
     up_bytes_per_s: float
+    has_frozen: bool
 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Replicas for each stage, first stage first; stages that no replicas cover completely; a description."""
+    """Replicas for each stage, first stage first; stages that no replicas cover completely; a description.
+
+    `missing_frozen` are the stages that replicas cover without their frozen tensors.
+    """
 
     stages: tuple[tuple[Replica, ...], ...]
     missing_stages: tuple[int, ...]
+    missing_frozen: tuple[int, ...]
     updates: int
     description: str
 
@@ -153,7 +161,10 @@ def plan_restore(
         if not is_complete:
             missing.append(stage)
     newest = max((replica.info.updates for stage in stages for replica in stage), default=0)
-    return RestorePlan(tuple(stages), tuple(missing), newest, _describe(members, stages, missing, now_s))
+    frozen = tuple(
+        i for i, stage in enumerate(stages) if i not in missing and not all(replica.has_frozen for replica in stage)
+    )
+    return RestorePlan(tuple(stages), tuple(missing), frozen, newest, _describe(members, stages, missing, now_s))
 
 
 def _available(state: CoordinatorState, now_s: float, updates: Mapping[tuple[str, int], int]) -> Iterator[Replica]:
@@ -172,7 +183,9 @@ def _available(state: CoordinatorState, now_s: float, updates: Mapping[tuple[str
 def _replica(state: CoordinatorState, info: ReplicaInfo, holder: str, at_s: float) -> Replica:
     bounds = (0, *state.cuts[info.cluster], inf)
     first, end = bounds[info.stage], bounds[info.stage + 1]
-    return Replica(info, holder, at_s, int(first), end, state.nodes[holder].profile.up_bytes_per_s)
+    cluster = state.clusters.get(info.cluster)
+    has_frozen = cluster is not None and cluster.plan.members[info.stage] == holder
+    return Replica(info, holder, at_s, int(first), end, state.nodes[holder].profile.up_bytes_per_s, has_frozen)
 
 
 def _cover(available: Sequence[Replica], name: str, first: int, end: float) -> tuple[tuple[Replica, ...], bool]:

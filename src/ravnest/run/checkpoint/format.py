@@ -1,35 +1,31 @@
 """Format of checkpoints: the state of all stages of a cluster after the same update, in one directory.
 
     RUN/checkpoints/step-000100/stage-0.safetensors     whole state of a stage (`pipeline.state`)
-                                unused.safetensors      tensors that no stage uses, if there are any
                                 manifest.json           model, optimizer, plan, and the digest of every file
+                    frozen-....safetensors              tensors that training does not change, if there are any
 
 A checkpoint is written to a hidden directory, which gets its name when all files are complete and on the disk. Stages
-with other cuts can read it: a tensor is found by the name of its parameter, in any of the files.
-
-The module also splits the weights of a given model into files of stages, and assembles the final model from them.
+with other cuts can read it: a tensor is found by the name of its parameter, in any of the files. Frozen tensors, and
+those that no stage uses, are the same in all checkpoints of a run and are stored once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from torch import Tensor
 
 from ravnest.core.host import sync_directory
 from ravnest.errors import WeightsError
-from ravnest.graph import Program, Stage, stage_weights, write_weights
-from ravnest.graph.program import StateSpec
-from ravnest.graph.weights import iterate_weights, open_weights, replay
+from ravnest.graph import Program
+from ravnest.graph.weights import open_weights
 from ravnest.pipeline.optimizers import Optimizer
 from ravnest.pipeline.state import updates_in
 
@@ -37,17 +33,18 @@ __all__ = [
     "Checkpoint",
     "Draft",
     "Manifest",
+    "StateFile",
+    "checkpoint_directory",
     "checkpoints_in",
     "choose",
     "clear_drafts",
+    "describe_file",
     "fingerprint",
     "prune",
-    "gather",
-    "unused_tensors",
-    "write_first_weights",
 ]
 
-FORMAT = "ravnest-checkpoint/2"
+FORMAT = "ravnest-checkpoint/3"
+_READABLE = (FORMAT, "ravnest-checkpoint/2")  # whose state files have the frozen tensors too
 _FOLDER, _MANIFEST = "checkpoints", "manifest.json"
 _NAME = re.compile(r"step-(\d{6,12})")
 _FILE = re.compile(r"[a-z0-9][a-z0-9-]*\.safetensors")
@@ -74,7 +71,8 @@ class Manifest(_Data, frozen=True, kw_only=True):
     """Describes a checkpoint: after `step` updates, the run had used `batches` batches of the data.
 
     `names` are the stored names of the model's state dict, in its order; `ties` maps the other names to them. `cuts`,
-    `depths` and `delays` belong to the plan that was trained; a resumed run may have another plan.
+    `depths` and `delays` belong to the plan that was trained; a resumed run may have another plan. `frozen` is the file
+    next to the checkpoint's directory with the tensors that training does not change.
     """
 
     format: str = FORMAT
@@ -90,9 +88,10 @@ class Manifest(_Data, frozen=True, kw_only=True):
     depths: tuple[int, ...]
     delays: tuple[int, ...]
     files: tuple[StateFile, ...] = ()
+    frozen: StateFile | None = None
 
     def __post_init__(self) -> None:
-        if self.format != FORMAT:
+        if self.format not in _READABLE:
             raise ValueError(f"format is {self.format!r}, this release reads {FORMAT!r}")
 
 
@@ -115,9 +114,24 @@ class Checkpoint:
     def paths(self) -> tuple[Path, ...]:
         return tuple(self.folder / file.name for file in self.manifest.files)
 
+    @property
+    def frozen_path(self) -> Path | None:
+        """The path of the frozen tensors; None if the checkpoint refers to none."""
+        return None if self.manifest.frozen is None else self.folder.parent / self.manifest.frozen.name
+
+    @property
+    def places(self) -> dict[str, Path]:
+        """The file of each entry."""
+        return {entry: path for file, path in self._described() for entry in file.tensors}
+
+    def _described(self) -> Iterator[tuple[StateFile, Path]]:
+        yield from zip(self.manifest.files, self.paths, strict=True)
+        if self.manifest.frozen is not None and self.frozen_path is not None:
+            yield self.manifest.frozen, self.frozen_path
+
     def problem(self) -> str | None:
         """Read all files; return the reason why the checkpoint cannot be used, or None."""
-        for file, path in zip(self.manifest.files, self.paths, strict=True):
+        for file, path in self._described():
             try:
                 if path.stat().st_size != file.num_bytes:
                     return f"{path} has {path.stat().st_size} bytes, expected {file.num_bytes}"
@@ -142,12 +156,8 @@ class Draft:
         """Return the path for the state of a stage."""
         return self.folder / f"stage-{index}.safetensors"
 
-    @property
-    def unused(self) -> Path:
-        return self.folder / "unused.safetensors"
-
     def complete(self, manifest: Manifest) -> Checkpoint:
-        """Write the manifest of the files, and give the checkpoint its name."""
+        """Write the manifest of the files, and give the checkpoint its name; `manifest.frozen` exists already."""
         files = tuple(self._described(path) for path in sorted(self.folder.glob("*.safetensors")))
         manifest = msgspec.structs.replace(manifest, step=self.step, files=files)
         with (self.folder / _MANIFEST).open("wb") as file:
@@ -165,10 +175,23 @@ class Draft:
 
     def _described(self, path: Path) -> StateFile:
         with open_weights(path) as file:
-            updates, names = updates_in(file, path), tuple(sorted(file.names))
+            updates = updates_in(file, path)
         if updates != self.step:
             raise WeightsError(f"{path} has the state after {updates} updates, expected {self.step}")
-        return StateFile(name=path.name, digest=_digest(path), num_bytes=path.stat().st_size, tensors=names)
+        return describe_file(path, path.name)
+
+
+def describe_file(path: Path, name: str) -> StateFile:
+    """Read a file and describe it for a manifest; `name` may contain its digest."""
+    with open_weights(path) as file:
+        names = tuple(sorted(file.names))
+    digest = _digest(path)
+    return StateFile(name=name.format(digest=digest), digest=digest, num_bytes=path.stat().st_size, tensors=names)
+
+
+def checkpoint_directory(run: Path) -> Path:
+    """Return the directory of a run's checkpoints."""
+    return run / _FOLDER
 
 
 @dataclass(frozen=True)
@@ -247,41 +270,3 @@ def _remove(folder: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# weights of the model, in files of stages
-
-
-def write_first_weights(program: Program, stage: Stage, path: Path) -> bool:
-    """Write the initial tensors of a stage; false if the model is a function, whose stages initialise their own."""
-    if program.init_log is not None:
-        return False
-    tensors = stage_weights(program, stage)
-    with write_weights(path, [s for s in stage.state if s.target in tensors]) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-    return True
-
-
-def gather(
-    program: Program, stages: Sequence[Stage], parts: Sequence[Path], path: Path, seed: int, *, step: int = 0
-) -> None:
-    """Assemble the model's file, one tensor at a time, from the files of its stages and the tensors that none uses."""
-    contents = {s.target: s for s in (*program.state, *program.idle) if s.persistent}
-    metadata = {"ties": json.dumps(dict(program.ties)), "step": str(step)}
-    with write_weights(path, contents.values(), metadata) as writer:
-        for name, tensor in unused_tensors(program, seed).items():
-            writer.write(name, tensor)
-        for stage, part in zip(stages, parts, strict=True):
-            for name, tensor in iterate_weights(stage, part):
-                if name in writer.missing:
-                    writer.write(name, tensor)
-
-
-def unused_tensors(program: Program, seed: int) -> dict[str, Tensor]:
-    """Return the tensors of the model that no stage uses."""
-    idle: list[StateSpec] = [s for s in program.idle if s.persistent]
-    tensors = {s.target: program.tensors[s.target] for s in idle}
-    if program.init_log is None or not idle:
-        return {name: tensor.detach() for name, tensor in tensors.items()}
-    return replay(program.init_log.init_for(tensors), set(tensors), seed)

@@ -16,6 +16,7 @@ from ravnest.graph import Program, split
 from ravnest.pipeline.optimizers import Optimizer
 from ravnest.pipeline.state import kind_and_name, owned
 from ravnest.run.checkpoint.format import Checkpoint, Manifest, checkpoints_in, choose, fingerprint
+from ravnest.run.checkpoint.start import frozen_state
 from ravnest.run.metrics import ProgressView
 from ravnest.run.plan import PipelinePlan
 
@@ -68,17 +69,13 @@ def check_same(checkpoint: Checkpoint, program: Program, optimizer: Optimizer) -
 
 
 def _check_model(checkpoint: Checkpoint, program: Program) -> None:
-    stored = {
-        name
-        for file in checkpoint.manifest.files
-        for kind, name in map(kind_and_name, file.tensors)
-        if kind == "weights"
-    }
-    needed = {s.target for s in program.state}
+    stored = {name for kind, name in map(kind_and_name, checkpoint.places) if kind == "weights"}
+    known = {s.target for s in (*program.state, *program.idle)}
+    needed = {s.target for s in (*program.state, *frozen_state(program)) if s.persistent or not s.is_frozen}
     mismatch = f"the model is not that of {checkpoint.folder}"
     if missing := sorted(needed - stored):
         raise ValueError(f"{mismatch}: the checkpoint lacks {missing[0]}" + _more(missing))
-    if removed := sorted(stored - needed - {s.target for s in program.idle}):
+    if removed := sorted(stored - known):
         raise ValueError(f"{mismatch}: the model lacks {removed[0]}" + _more(removed))
     if checkpoint.manifest.program != fingerprint(program):
         raise ValueError(

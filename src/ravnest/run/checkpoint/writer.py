@@ -10,6 +10,7 @@ continues without it.
 
 Complete checkpoints can be copied to a URL of fsspec (s3://, gs://, sftp://, ...) in the background, and fetched back:
 
+    URL/frozen-....safetensors                  once, if there are frozen tensors
     URL/step-000100/stage-0.safetensors ...
     URL/step-000100/manifest.json               written last: without it there is no checkpoint
 
@@ -23,18 +24,16 @@ import queue
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import Tensor
 
 from ravnest.core.config import config, require
 from ravnest.errors import RavnestError
-from ravnest.pipeline.state import StageState, write_state
-from ravnest.run.checkpoint.format import Checkpoint, Draft, Manifest, checkpoints_in, clear_drafts, prune
+from ravnest.run.checkpoint.format import Checkpoint, Draft, Manifest, StateFile, checkpoints_in, clear_drafts, prune
 from ravnest.run.plan import PipelinePlan
 
 __all__ = ["CheckpointConfig", "RunCheckpoints", "fetch_checkpoint", "is_url", "upload_checkpoint"]
@@ -54,6 +53,9 @@ def upload_checkpoint(checkpoint: Path, url: str, keep: int) -> None:
     target = f"{root}/{checkpoint.name}"
     try:
         files.makedirs(target, exist_ok=True)
+        if (frozen := _frozen_of(checkpoint)) is not None and not files.exists(f"{root}/{frozen}"):
+            files.put_file(str(checkpoint.with_name(frozen)), f"{root}/.{frozen}")
+            files.mv(f"{root}/.{frozen}", f"{root}/{frozen}")
         names = sorted(path.name for path in checkpoint.iterdir() if path.name != _MANIFEST)
         for name in (*names, _MANIFEST):
             files.put_file(str(checkpoint / name), f"{target}/{name}")
@@ -81,10 +83,24 @@ def fetch_checkpoint(url: str, run: Path) -> Path:
             name = str(path).rpartition("/")[2]
             if name == _MANIFEST or name.endswith(".safetensors"):
                 files.get_file(path, str(draft / name))
+        if (frozen := _frozen_of(draft)) is not None:
+            files.get_file(f"{root}/{frozen}", str(target.with_name(frozen)))
         draft.replace(target)
     except Exception as error:  # each kind of URL has errors of its own
         raise RavnestError(f"{url}: {error or type(error).__name__}") from error
     return target
+
+
+def _frozen_of(checkpoint: Path) -> str | None:
+    """Return the name of the file with the frozen tensors of a checkpoint, if it refers to one."""
+    frozen = msgspec.json.decode((checkpoint / _MANIFEST).read_bytes(), type=_FrozenReference).frozen
+    return None if frozen is None else frozen.name
+
+
+class _FrozenReference(msgspec.Struct):
+    """The part of a manifest that names the file with the frozen tensors."""
+
+    frozen: StateFile | None = None
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -135,7 +151,8 @@ class _PendingCheckpoint:
 class RunCheckpoints:
     """The checkpoints of one run; only `state_path` is for any thread.
 
-    `describe(plan)` returns the manifest of a cluster's checkpoint, `unused()` the tensors that no stage uses.
+    `describe(plan)` returns the manifest of a cluster's checkpoint, `frozen()` writes the file with the tensors that
+    training does not change, unless it exists, and returns its description.
     """
 
     def __init__(
@@ -143,10 +160,10 @@ class RunCheckpoints:
         run: Path,
         config: CheckpointConfig,
         describe: Callable[[PipelinePlan], Manifest],
-        unused: Callable[[], Mapping[str, Tensor]],
+        frozen: Callable[[], StateFile | None],
     ) -> None:
         self.config = config
-        self._run, self._describe, self._unused = run, describe, unused
+        self._run, self._describe, self._frozen = run, describe, frozen
         self._pending: dict[tuple[str, int], _PendingCheckpoint] = {}  # by cluster and update
         self._finishing: list[threading.Thread] = []
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -240,10 +257,7 @@ class RunCheckpoints:
         try:
             if pending.failures:
                 raise OSError(pending.failures[0])
-            if unused := self._unused():
-                weights = {f"weights/{name}": tensor for name, tensor in unused.items()}
-                write_state(StageState(draft.step, weights), draft.unused)
-            checkpoint = draft.complete(pending.manifest)
+            checkpoint = draft.complete(msgspec.structs.replace(pending.manifest, frozen=self._frozen()))
             self._completed.add(draft.step)
             prune(self._run, self.config.keep)
         except (OSError, RavnestError) as error:
