@@ -1,4 +1,4 @@
-"""Every code block of the README, the tutorials and the page on data runs, in order, in a directory of its own.
+"""Every code block of the README, the tutorials and some guides runs, in order, in a directory of its own.
 
 Python blocks are run as scripts; of a console block the lines after `$ ` are run. A comment on the line before a block
 changes that; its parts are separated by semicolons:
@@ -31,7 +31,12 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs/tutorial").glob("*.md")), ROOT / "docs/how-to/data.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs/tutorial").glob("*.md")),
+    ROOT / "docs/how-to/data.md",
+    ROOT / "docs/how-to/fine-tune.md",
+]
 _BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TICKET = re.compile(r"rav1-[a-z0-9]+|rav1-\.\.\.")
 _TIMEOUT_S = 90.0

@@ -17,9 +17,10 @@ from benchmarks import zoo
 from ravnest.cli.main import app
 from ravnest.errors import WeightsError
 from ravnest.graph import Program, legal_cuts, split, trace
-from ravnest.pipeline.state import StageState, write_state
+from ravnest.pipeline.state import StageState, trained, write_state
 from ravnest.run.checkpoint.export import export
 from ravnest.run.checkpoint.format import Draft, Manifest, fingerprint
+from ravnest.run.checkpoint.start import StartWeights, frozen_state
 
 CASES: dict[str, Callable[[], zoo.Case]] = {
     "gpt tied": lambda: zoo.gpt(tied=True, layers=2, width=16, heads=2),
@@ -42,7 +43,8 @@ def program_of(name: str) -> Program:
 def weights(program: Program, step: int) -> dict[str, Tensor]:
     """Weights that a model might have after `step` steps."""
     kept = {s.target: program.tensors[s.target].detach() for s in (*program.state, *program.idle)}
-    return {name: tensor + step if tensor.is_floating_point() else tensor for name, tensor in kept.items()}
+    frozen = {s.target for s in frozen_state(program)}
+    return {name: tensor if name in frozen else tensor + step for name, tensor in kept.items()}
 
 
 def checkpoint(run: Path, program: Program, step: int) -> None:
@@ -50,15 +52,14 @@ def checkpoint(run: Path, program: Program, step: int) -> None:
     legal = legal_cuts(program)
     draft, expected = Draft(run, step), weights(program, step)
     for stage in split(program, [legal[len(legal) // 2]]):
-        own = {f"weights/{s.target}": expected[s.target] for s in stage.state if s.owner == stage.index}
+        own = {f"weights/{name}": expected[name] for name in trained(stage)}
         write_state(StageState(step, {**own, "optimizer/exp_avg/x": torch.zeros(2)}), draft.stage(stage.index))
-    if program.idle:
-        write_state(StageState(step, {f"weights/{s.target}": expected[s.target] for s in program.idle}), draft.unused)
     names = tuple(s.target for s in (*program.state, *program.idle) if s.persistent)
+    frozen = StartWeights(program, 0).write_frozen(run)
     draft.complete(
         Manifest(
             step=step, batches=step, seed=0, program=fingerprint(program), optimizer=ravnest.AdamW(), names=names,
-            ties=dict(program.ties), cuts=(), accumulate=1, depths=(1,), delays=(0,),
+            ties=dict(program.ties), cuts=(), accumulate=1, depths=(1,), delays=(0,), frozen=frozen,
         )
     )  # fmt: skip
 

