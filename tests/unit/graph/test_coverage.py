@@ -132,7 +132,9 @@ class Random(nn.Module):
         return self.third(self.second(self.first(x).tanh()).tanh())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like, lambda w: torch.rand(w.shape)], ids=str)
+@pytest.mark.parametrize(
+    "draw", [torch.rand_like, torch.randn_like, lambda w: torch.rand(w.shape)], ids=["rand_like", "randn_like", "rand"]
+)
 def test_a_builder_may_draw_in_any_form(draw: Callable[[Tensor], Tensor]) -> None:
     batch = torch.ones(3, 4), torch.ones(3, 4)
     outcome = examine(Case("draws", "test", lambda: Random(draw), F.mse_loss, lambda: batch), "builder")
