@@ -30,8 +30,9 @@ from ravnest.examples.text import batches, library_text
 from ravnest.graph import Program, Stage, initialise, split, trace
 from ravnest.pipeline import staleness as corrections
 from ravnest.pipeline.config import TrainerConfig
+from ravnest.pipeline.gradient_buffers import squared_norm
 from ravnest.pipeline.optimizers import AdamW, cosine
-from ravnest.pipeline.trainer import Trainer, squared_norm
+from ravnest.pipeline.trainer import Trainer
 from ravnest.protocol.commands import RingPosition
 from ravnest.worker.averaging import Floats, flatten, unflatten
 

@@ -121,7 +121,7 @@ def needed_bytes(chain: Chain, model: MemoryModel, start: int, stop: int, depth:
     weights = sum(s.num_bytes for s in chain.weights if start <= s.ops[0] < stop)
     saved = sum(s.num_bytes for s in chain.saved if start <= s.ops[0] < stop)
     messages = sum(chain.forward_bytes[cut] + chain.backward_bytes[cut] for cut in (start, stop))
-    copies = 2 + model.correction_copies + model.gradient_copies + model.optimizer_ratio
+    copies = model.weight_copies(depth) + model.held_gradients + model.optimizer_copies
     work = max(chain.work_bytes[start:stop])
     return model.base_bytes + copies * weights + depth * saved + work + model.link_buffers * messages
 

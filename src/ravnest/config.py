@@ -138,6 +138,11 @@ class TrainingConfig:
     max_staleness: int | None = _option(
         None, _PIPELINE, "Most optimizer steps a gradient may be late. Without it: what full pipelines need.", min=0
     )
+    memory_mode: str = _option(
+        "compact", _PIPELINE, "Form of weights, gradients and optimizer state: compact, exact (all float32), or small "
+        "(least memory: synchronous, recomputes activations, slower).",
+        choices=("compact", "exact", "small"),
+    )  # fmt: skip
     recompute: bool = _option(
         False, _PIPELINE, "Recompute activations in the backward pass instead of storing them: less memory, more work."
     )
@@ -226,6 +231,16 @@ class TrainingConfig:
             self.microbatch is None or self.microbatches_per_step is None,
             "give microbatch or microbatches_per_step, not both",
         )
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether every gradient is applied to the weights that it was computed on."""
+        return self.mode == "sync" or self.memory_mode == "small"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass recomputes activations."""
+        return self.recompute or self.memory_mode == "small"
 
     @property
     def listens(self) -> bool:

@@ -33,8 +33,8 @@ _SPLITS = ("microbatch", "microbatches_per_step")
 
 
 @config_options(
-    *_SPLITS, "max_length", "max_batch_size", "max_staleness", "spares", "recompute", "activation_compression",
-    "allow_single_node",
+    *_SPLITS, "max_length", "max_batch_size", "max_staleness", "spares", "memory_mode", "recompute",
+    "activation_compression", "allow_single_node",
 )  # fmt: skip
 def plan(
     job: Annotated[Path, typer.Argument(help="Python file that defines `job = ravnest.Job(...)`.")],
@@ -111,7 +111,9 @@ def _make_plan(task: Task, seed: int) -> FleetPlan:
         return form_clusters(task, seed=seed)
     except DoesNotFit as error:
         remedies = " ".join(error.remedies)
-        flags = ["--recompute"] if "recomputation" in remedies else []
+        modes = [mode for mode in ("compact", "small") if f"memory mode {mode}" in remedies]
+        flags = [f"--memory-mode {mode}" for mode in modes[:1]]
+        flags += ["--recompute"] if "recomputation" in remedies else []
         flags += [f"--microbatch {task.microbatch // 2}"] if "half the microbatch" in remedies else []
         if not flags:
             raise

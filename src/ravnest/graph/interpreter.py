@@ -1,9 +1,10 @@
 """Executes a stage: `Interpreter` runs its ops, `Tape` is the forward and backward pass of one microbatch.
 
 The interpreter holds no weights: they are passed in, so that several versions can be live at once. Before the first
-run every op is compiled to an instruction: the function, a getter that reads its arguments from the environment in one
-call, the slots of its results, and the slots that are not read again and are freed at once. Constants are in the
-environment from the start. A run is then one loop over instructions.
+run every op is compiled to an instruction: the parameters and buffers that it is the first to read, the function, a
+getter that reads its arguments from the environment in one call, the slots of its results, and the slots that are not
+read again and are freed at once. Constants are in the environment from the start. A run is then one loop over
+instructions.
 
 A tape detaches its inputs, so that each stage has its own autograd graph. With `recompute` it keeps only the inputs:
 the backward pass repeats the forward pass with the same random numbers and buffers.
@@ -106,6 +107,7 @@ Getter = Callable[[list[Any]], tuple[Any, ...]]
 
 
 class _Instruction(NamedTuple):
+    loads: tuple[tuple[int, str], ...]  # parameters and buffers that no earlier op has read: (slot, name)
     function: Callable[..., Any]
     get: Getter
     kwargs: Mapping[str, Any]
@@ -153,10 +155,9 @@ class Interpreter:
         self.device = torch.device(device)
         self.fast_linear = fast_linear
         self._compiled = {True: _Compiler(self, training=True)}
-        self._state = [(s.target, i) for i, s in enumerate(stage.state)]
 
     def __call__(self, state: Mapping[str, Tensor], inputs: Sequence[Any], *, training: bool = True) -> tuple[Any, ...]:
-        """Run the stage on `inputs`, with parameters and buffers from `state` by name.
+        """Run the stage on `inputs`, with parameters and buffers from `state` by name, each read once when needed.
 
         Buffers that the model updates are written in place in training, and not written in evaluation.
         """
@@ -164,21 +165,21 @@ class Interpreter:
             self._compiled[training] = _Compiler(self, training=training)
         compiled = self._compiled[training]
         env = compiled.template.copy()
-        for target, slot in self._state:
+        for slot, target in compiled.unread:
             env[slot] = state[target]
-        first = len(self._state)
+        first = len(self.stage.state)
         env[first : first + len(self.stage.inputs)] = inputs
         del inputs
         for region in compiled.regions:
             if not region.no_grad and not region.no_autocast:
-                _execute(region.instructions, env)
+                _execute(region.instructions, env, state)
                 continue
             with ExitStack() as modes:
                 if region.no_grad:
                     modes.enter_context(torch.no_grad())
                 if region.no_autocast:
                     modes.enter_context(torch.autocast(self.device.type, enabled=False))
-                _execute(region.instructions, env)
+                _execute(region.instructions, env, state)
         return tuple(env[slot] for slot in compiled.outputs)
 
 
@@ -211,8 +212,10 @@ def _custom_gradient(backward: BackwardPass, device: torch.device) -> Callable[.
     return with_gradient(run, backward.results)
 
 
-def _execute(instructions: Sequence[_Instruction], env: list[Any]) -> None:
-    for function, get, kwargs, lists, slot, slots, freed in instructions:
+def _execute(instructions: Sequence[_Instruction], env: list[Any], state: Mapping[str, Tensor]) -> None:
+    for loads, function, get, kwargs, lists, slot, slots, freed in instructions:
+        for at, target in loads:
+            env[at] = state[target]
         for at, items in lists:
             env[at] = list(items(env))
         if slot >= 0:
@@ -237,9 +240,11 @@ class _Compiler:
         for i, name in enumerate([*(s.name for s in stage.state), *(v.name for v in stage.inputs)]):
             self.slot_of[name] = i
         self._unused = self._new_slot()
+        self._unread = {s.name: (i, s.target) for i, s in enumerate(stage.state)}
         ops = stage.ops if training else _evaluation_ops(stage)
         self.regions = self._regions(ops, keep={v.name for v in stage.outputs})
         self.outputs = [self.slot_of[v.name] for v in stage.outputs]
+        self.unread = tuple(self._unread.values())
 
     def _new_slot(self, content: Any = None) -> int:
         self.template.append(content)
@@ -265,6 +270,7 @@ class _Compiler:
         function = self._custom_gradient(op.backward) if op.backward else self.functions.get(op.op) or resolve(op.op)
         unused = () if all(op.outs) else (self._unused,)
         return _Instruction(
+            loads=tuple(self._unread.pop(n) for n in dict.fromkeys(refs(op)) if n in self._unread),
             function=_with_keywords(function, named) if named else function,
             get=_getter(slots),
             kwargs={key: decode(arg, self.device) for key, arg in keywords.items() if key not in named},

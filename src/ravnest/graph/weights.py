@@ -232,10 +232,27 @@ class WeightsWriter:
         if tuple(tensor.shape) != item.shape or tensor.dtype != DTYPES[item.dtype]:
             raise WeightsError(f"{name!r} is {tuple(tensor.shape)} {tensor.dtype}, declared {item.shape} {item.dtype}")
         self._file.seek(self._start + offset)
+        self._append(tensor)
+        self.missing.discard(name)
+
+    def write_parts(self, name: str, parts: Iterable[Tensor]) -> None:
+        """Write a tensor whose flat elements come in parts, one after the other."""
+        item, offset = self._offsets[name]
+        self._file.seek(self._start + offset)
+        num_written = 0
+        for part in parts:
+            if part.dtype != DTYPES[item.dtype]:
+                raise WeightsError(f"{name!r} is {part.dtype}, declared {item.dtype}")
+            self._append(part)
+            num_written += part.numel()
+        if num_written != prod(item.shape):
+            raise WeightsError(f"{name!r} has {num_written} elements, declared {item.shape}")
+        self.missing.discard(name)
+
+    def _append(self, tensor: Tensor) -> None:
         flat = tensor.detach().to(_CPU).contiguous().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)
-        self.missing.discard(name)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ravnest.pipeline.gradient_buffers import add_into
+
 __all__ = ["GradientAccumulator"]
 
 
@@ -63,8 +65,10 @@ class GradientAccumulator:
             return False
         for borrower in sorted(pending.returned, reverse=True):
             for name, gradient in pending.returned[borrower].items():
-                own = pending.own.get(name)
-                pending.own[name] = gradient if own is None else own.add_(gradient)
+                if name in pending.own:
+                    add_into(pending.own[name], gradient)
+                else:
+                    pending.own[name] = gradient
         pending.returned = {borrower: {} for borrower in self.borrowers}
         return True
 

@@ -6,10 +6,11 @@ stages that use it; these *borrow* it and return its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import torch
 
 from ravnest.core.config import require
 from ravnest.core.schedule import StageSchedule
@@ -18,25 +19,44 @@ from ravnest.pipeline.optimizers import Optimizer
 from ravnest.pipeline.staleness import Correction
 from ravnest.protocol.commands import EndAfter, SaveState, StopStage
 
-__all__ = ["StageRole", "TrainerConfig", "roles", "StageConfig"]
+__all__ = ["MEMORY_MODES", "StageRole", "TrainerConfig", "memory_mode", "roles", "StageConfig"]
+
+MEMORY_MODES = ("compact", "small", "exact")
+
+
+def memory_mode(chosen: str, dtypes: Iterable[torch.dtype], delay: int) -> str:
+    """The memory mode of a stage with parameters of these types, whose gradients are `delay` updates late.
+
+    `exact`: weights, gradients and optimizer state as `torch.optim` has them, and float32 master weights.
+    `compact`: packed optimizer state and correction. Without a delay it is `exact`: the results of plain PyTorch.
+    `small`: packed optimizer state, bfloat16 gradients, recomputed activations.
+    Parameters that are not float32 are trained in mode `exact`.
+    """
+    if any(dtype != torch.float32 for dtype in dtypes):
+        return "exact"
+    return "exact" if chosen == "compact" and delay == 0 else chosen
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Training settings of all stages of a job.
 
-    `compression` applies to activations and their gradients on links, `autocast` to arithmetic.
+    `compression` applies to activations and their gradients on links, `autocast` to arithmetic, `memory` to weights,
+    gradients and optimizer state (`memory_mode`).
     """
 
     optimizer: Optimizer
     correction: Correction
     seed: int = 0
     recompute: bool = False
+    memory: str = "compact"
     autocast: str = "none"
     compression: str = "none"
     device: str = "cpu"
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.memory not in MEMORY_MODES:
+            raise ValueError(f"memory must be one of {', '.join(MEMORY_MODES)}, got {self.memory!r}")
         if self.autocast not in ("none", "bf16"):
             raise ValueError(f"autocast must be none or bf16, got {self.autocast!r}")
         if self.compression not in ("none", "bf16", "int8"):

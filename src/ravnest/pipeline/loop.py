@@ -256,7 +256,8 @@ class Loop:
 
     def _finish_backwards(self, step: int, version: int) -> None:
         """All microbatches of a step have gone back: collect its gradients."""
-        own, borrowed = self.trainer.take_gradients(step, version)
+        will_wait = self.accumulator.needs_permission and self.schedule.rule.delay > 0
+        own, borrowed = self.trainer.take_gradients(step, version, will_wait=will_wait)
         for owner, gradients in borrowed.items():
             header = Return(step, owner, self.index, tuple(gradients))
             self.before.put(header, [g.contiguous() for g in gradients.values()])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ravnest.core.config import Record, require
 from ravnest.errors import WeightsError
 from ravnest.graph import Stage
+from ravnest.pipeline.packing import PACKED_BYTES, unpack_state
 
 __all__ = [
     "Optimizer",
@@ -35,8 +36,14 @@ __all__ = [
     "cosine",
     "linear",
     "Stepper",
+    "check_keys",
     "embeddings",
+    "is_counter",
+    "optimizer_of",
+    "state_by_parameter",
     "state_bytes_per_parameter",
+    "state_keys",
+    "torch_optimizer",
 ]
 
 Number = bool | float
@@ -357,11 +364,11 @@ def _adam(betas: tuple[float, float], eps: float, weight_decay: float) -> dict[s
     return {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
 
 
-def state_bytes_per_parameter(optimizer: Optimizer, *, matrix: bool = True) -> int:
+def state_bytes_per_parameter(optimizer: Optimizer, *, matrix: bool = True, packed: bool = False) -> float:
     """Bytes of optimizer state per float32 parameter. `matrix` matters for Muon, whose fallback updates the rest."""
     if optimizer.fallback is not None and not matrix:
-        return state_bytes_per_parameter(optimizer.fallback)
-    return 4 * sum(not _is_counter(key) for key in _state_keys(optimizer))
+        return state_bytes_per_parameter(optimizer.fallback, packed=packed)
+    return (PACKED_BYTES if packed else 4) * sum(not is_counter(key) for key in state_keys(optimizer))
 
 
 def embeddings(stage: Stage) -> frozenset[str]:
@@ -390,10 +397,10 @@ class Stepper:
         self._slots = {name: nn.Parameter(tensor.data) for name, tensor in parameters.items()}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         self._optimizers: dict[str, Optimizer] = {
-            name: _optimizer_of(optimizer, name, slot, fallback_names) for name, slot in self._slots.items()
+            name: optimizer_of(optimizer, name, slot.ndim, fallback_names) for name, slot in self._slots.items()
         }
         self._torch = [
-            (part, _torch_optimizer(part, slots, fused=fused))
+            (part, torch_optimizer(part, slots, fused=fused))
             for part in (optimizer, optimizer.fallback)
             if part is not None and (slots := [s for n, s in self._slots.items() if self._optimizers[n] is part])
         ]
@@ -419,10 +426,10 @@ class Stepper:
             slot.grad = gradients.get(name)
         ratio = self.optimizer.schedule.ratio(step) * lr_factor
         try:
-            for part, torch_optimizer in self._torch:
-                for group in torch_optimizer.param_groups:
+            for part, own in self._torch:
+                for group in own.param_groups:
                     group["lr"] = part.lr * ratio
-                torch_optimizer.step()
+                own.step()
         finally:
             self._release()
 
@@ -437,12 +444,7 @@ class Stepper:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Use the tensors of a `state_dict`, without a copy. A parameter without state starts from zero."""
-        loaded: dict[str, dict[str, Tensor]] = {}
-        for entry, tensor in state.items():
-            name, _, key = entry.rpartition("/")
-            if name not in self._slots:
-                raise WeightsError(f"optimizer state {entry!r} belongs to no parameter of this stage")
-            loaded.setdefault(name, {})[key] = tensor
+        loaded = {name: unpack_state(entries) for name, entries in state_by_parameter(state, self._slots).items()}
         for name, entries in loaded.items():
             self._check_state(name, entries)
         for name, slot in self._slots.items():
@@ -451,13 +453,9 @@ class Stepper:
                 self._owner[name].state[slot] = {key: tensor.detach() for key, tensor in loaded[name].items()}
 
     def _check_state(self, name: str, entries: Mapping[str, Tensor]) -> None:
-        keys = _state_keys(self._optimizers[name])
-        if set(entries) != set(keys):
-            raise WeightsError(
-                f"optimizer state of {name} must have {', '.join(keys)}, got {', '.join(sorted(entries))}"
-            )
+        check_keys(name, self._optimizers[name], entries)
         for key, tensor in entries.items():
-            shape, dtype = ((), torch.float32) if _is_counter(key) else (self._shapes[name], self._slots[name].dtype)
+            shape, dtype = ((), torch.float32) if is_counter(key) else (self._shapes[name], self._slots[name].dtype)
             if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
                 raise WeightsError(
                     f"{name}/{key} must be {dtype} of shape {list(shape)}, got {tensor.dtype} of {list(tensor.shape)}"
@@ -470,14 +468,34 @@ class Stepper:
             slot.grad = None
 
 
-def _optimizer_of(optimizer: Optimizer, name: str, tensor: Tensor, fallback_names: Collection[str]) -> Optimizer:
+def state_by_parameter(state: Mapping[str, Tensor], names: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a `state_dict` by parameter and key. Raises `WeightsError` for a parameter not in `names`."""
+    result: dict[str, dict[str, Tensor]] = {}
+    for entry, tensor in state.items():
+        name, _, key = entry.rpartition("/")
+        if name not in names:
+            raise WeightsError(f"optimizer state {entry!r} belongs to no parameter of this stage")
+        result.setdefault(name, {})[key] = tensor
+    return result
+
+
+def check_keys(name: str, optimizer: Optimizer, entries: Collection[str]) -> None:
+    """Reject the state of another optimizer."""
+    keys = state_keys(optimizer)
+    if set(entries) != set(keys):
+        raise WeightsError(f"optimizer state of {name} must have {', '.join(keys)}, got {', '.join(sorted(entries))}")
+
+
+def optimizer_of(optimizer: Optimizer, name: str, ndim: int, fallback_names: Collection[str]) -> Optimizer:
+    """The optimizer of a parameter: itself, or for Muon its fallback."""
     if optimizer.fallback is None:
         return optimizer
     is_excluded = name in fallback_names or any(fnmatchcase(name, p) for p in optimizer.fallback_names)
-    return optimizer.fallback if tensor.ndim != 2 or is_excluded else optimizer
+    return optimizer.fallback if ndim != 2 or is_excluded else optimizer
 
 
-def _torch_optimizer(optimizer: Optimizer, slots: list[nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
+def torch_optimizer(optimizer: Optimizer, slots: list[nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
+    """The `torch.optim` object that updates these parameters."""
     settings: dict[str, Any] = {k: _SETTINGS[optimizer.name][k](v) for k, v in optimizer.settings.items()}
     if "beta1" in settings or "beta2" in settings:
         settings["betas"] = (settings.pop("beta1", 0.9), settings.pop("beta2", 0.999))
@@ -488,7 +506,8 @@ def _torch_optimizer(optimizer: Optimizer, slots: list[nn.Parameter], *, fused: 
     return _CLASSES[optimizer.name](slots, lr=optimizer.lr, **settings)  # type: ignore[call-arg]
 
 
-def _state_keys(optimizer: Optimizer) -> tuple[str, ...]:
+def state_keys(optimizer: Optimizer) -> tuple[str, ...]:
+    """Names of the state that `torch.optim` keeps for a parameter."""
     match optimizer.name:
         case "SGD":
             return ("momentum_buffer",) if optimizer.settings.get("momentum") else ()
@@ -499,5 +518,6 @@ def _state_keys(optimizer: Optimizer) -> tuple[str, ...]:
     return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if optimizer.settings.get("amsgrad") else ()))
 
 
-def _is_counter(key: str) -> bool:
+def is_counter(key: str) -> bool:
+    """Whether a state is one number per parameter, not one per element."""
     return key in ("step", "mu_product")

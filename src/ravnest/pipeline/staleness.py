@@ -127,29 +127,32 @@ DEFAULT = look_ahead(1.0, curvature=1.0)
 
 
 class Corrector:
-    """Applies a correction in one stage whose gradients are `delay` updates old."""
+    """Applies a correction in one stage whose gradients are `delay` updates old.
+
+    The compute weights are `W + ahead * d + curvature * (d - d_before)`.
+    """
 
     def __init__(self, correction: Correction, delay: int = 1) -> None:
         assert delay >= 0
         self.correction = correction
         self.delay = delay
-        self._ahead = correction.look_ahead * delay
-        self._curvature = correction.curvature if delay == 1 else 0.0
+        self.ahead = correction.look_ahead * delay
+        self.curvature = correction.curvature if delay == 1 else 0.0
         self.last_steps: dict[str, Tensor] = {}  # the last update of each parameter, for the second-order term
 
     def restore(self, last_steps: Mapping[str, Tensor]) -> None:
         """Continue after these updates; the corrector owns the tensors from now on."""
-        self.last_steps = dict(last_steps) if self._curvature else {}
+        self.last_steps = dict(last_steps) if self.curvature else {}
 
     @property
     def needs_buffer(self) -> bool:
         """Whether compute weights differ from the master weights, and so need memory of their own."""
-        return self._ahead > 0 or self._curvature > 0
+        return self.ahead > 0 or self.curvature > 0
 
     @property
     def extra_copies(self) -> int:
         """Sets of weights kept besides the versions: the master, and the last update for the second-order term."""
-        return (1 if self.needs_buffer else 0) + (1 if self._curvature else 0)
+        return (1 if self.needs_buffer else 0) + (1 if self.curvature else 0)
 
     @property
     def needs_gradient_adjustment(self) -> bool:
@@ -163,11 +166,11 @@ class Corrector:
     def compute_weights(self, new_master: Mapping[str, Tensor], old_master: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of the next step, in the memory of `old_master` or in memory that it is exchanged for."""
         with torch.no_grad():
-            if self._curvature:
+            if self.curvature:
                 return {
                     name: self._second_order(name, new.detach(), old_master[name]) for name, new in new_master.items()
                 }
-            ahead = 1.0 + self._ahead
+            ahead = 1.0 + self.ahead
             return {
                 name: torch.lerp(old_master[name].detach(), new.detach(), ahead, out=old_master[name].detach())
                 for name, new in new_master.items()
@@ -179,8 +182,8 @@ class Corrector:
         before = self.last_steps.get(name)
         self.last_steps[name] = step
         if before is None:
-            return new + step * self._ahead
-        return torch.sub(new, before, alpha=self._curvature, out=before).add_(step, alpha=self._ahead + self._curvature)
+            return new + step * self.ahead
+        return torch.sub(new, before, alpha=self.curvature, out=before).add_(step, alpha=self.ahead + self.curvature)
 
     def adjust_gradient(
         self, gradients: Mapping[str, Tensor], master_now: Mapping[str, Tensor], compute_then: Mapping[str, Tensor]

@@ -4,11 +4,14 @@
     optimizer/KEY/NAME     optimizer state of a parameter: exp_avg, momentum_buffer, its own count of steps
     version-AGE/NAME       compute weights of AGE updates ago; age 0 only where they are not the master weights
     last-step/NAME         the last update, where a correction needs it
+    offset/NAME            compute weights minus master weights, where the master weights are not kept
     shift/NAME             the offset that the next update will add to the weights
 
 The first two kinds are a light state, enough to resume. All of them are a whole state, which resumes bit for bit.
 Frozen parameters and constant buffers are as training found them: only a state that a node keeps for itself, or that
 another node requests by name, has them.
+A packed tensor (`ravnest.pipeline.packing`) has its codes under its name, and its scales under `last-step-scale/NAME`,
+`offset-scale/NAME` or `optimizer/KEY_scale/NAME`.
 Every tensor belongs to one parameter or buffer, so a state also fits stages with other cuts. Files appear under their
 name only when complete; a reader loads only the tensors it needs.
 """
@@ -16,8 +19,9 @@ name only when complete; a reader loads only the tensors it needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
@@ -27,6 +31,8 @@ from ravnest.errors import WeightsError
 from ravnest.graph import Stage, StateSpec, write_weights
 from ravnest.graph.program import dtype_name
 from ravnest.graph.weights import WeightsFile, open_weights
+from ravnest.pipeline.lazy_tensors import LazyTensor, LazyTensors
+from ravnest.pipeline.packing import SCALE, PackedTensor, num_blocks, pack
 
 __all__ = [
     "StageState",
@@ -42,7 +48,7 @@ __all__ = [
 
 _OPTIMIZER = "optimizer"
 _VERSION = "version-"
-_KINDS = re.compile(r"weights|optimizer/\w+|version-\d{1,4}|last-step|shift")
+_KINDS = re.compile(r"weights|optimizer/\w+|version-\d{1,4}|(last-step|offset)(-scale)?|shift")
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,22 @@ class StageState:
             if its_kind == kind
         }
 
+    def packed(self, kind: str) -> dict[str, PackedTensor]:
+        """The tensors of a kind that is packed, or packed here if they were saved as float32."""
+        scales = self.of_kind(f"{kind}-scale")
+        return {
+            n: PackedTensor("linear", tuple(t.shape), t, scales[n]) if n in scales else pack("linear", t)
+            for n, t in self.of_kind(kind).items()
+        }
+
+    def unpacked(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of a kind as float32."""
+        scales = self.of_kind(f"{kind}-scale")
+        return {
+            n: PackedTensor("linear", tuple(t.shape), t, scales[n]).unpacked() if n in scales else t
+            for n, t in self.of_kind(kind).items()
+        }
+
     def only(self, names: Collection[str]) -> StageState:
         """The entries of these parameters and buffers."""
         return StageState(self.updates, {e: t for e, t in self.tensors.items() if kind_and_name(e)[1] in names})
@@ -102,14 +124,18 @@ class StageState:
         *,
         copies: bool = True,
     ) -> StageState:
-        """A state of `optimizer` entries by `NAME/KEY` and `others` by kind and name; `copies` are independent."""
-        tensors = {f"weights/{name}": tensor for name, tensor in weights.items()}
+        """A state of `optimizer` entries by `NAME/KEY` and `others` by kind and name.
+
+        With `copies` it is independent; without, its tensors are read from the given ones when they are needed.
+        """
+        items: dict[str, Tensor | LazyTensor] = {}
+        for kind, named in {"weights": weights, **others}.items():
+            items |= {f"{kind}/{name}": item for name, item in LazyTensors.items_of(named).items()}
         for entry, tensor in optimizer.items():
             name, _, key = entry.rpartition("/")
-            tensors[f"{_OPTIMIZER}/{key}/{name}"] = tensor
-        tensors |= {f"{kind}/{name}": tensor for kind, named in others.items() for name, tensor in named.items()}
-        detach = _copy if copies else Tensor.detach
-        return StageState(updates, {entry: detach(tensor) for entry, tensor in tensors.items()})
+            items[f"{_OPTIMIZER}/{key}/{name}"] = tensor
+        tensors = LazyTensors(items)
+        return StageState(updates, {entry: _copy(t) for entry, t in tensors.items()} if copies else tensors)
 
 
 def join(states: Iterable[StageState]) -> StageState:
@@ -146,8 +172,13 @@ def check_entry(entry: str, own: Mapping[str, StateSpec], dtype: str, shape: tup
     if _KINDS.fullmatch(kind) is None:
         raise WeightsError(f"{entry!r} is not an entry of a stage state")
     item = own[name]
-    same_shape = shape == item.shape or (shape == () and kind.startswith(_OPTIMIZER))
-    same_dtype = dtype == item.dtype or kind.startswith(_OPTIMIZER) or kind == "shift"
+    is_optimizer = kind.startswith(_OPTIMIZER)
+    same_shape = shape == item.shape or (shape == () and is_optimizer)
+    same_dtype = dtype == item.dtype or is_optimizer or kind == "shift"
+    if kind.endswith(("-scale", SCALE)):
+        same_shape, same_dtype = shape == (num_blocks(prod(item.shape)),), dtype == "float32"
+    elif kind in ("last-step", "offset"):
+        same_dtype |= dtype == "int8"
     if not (same_shape and same_dtype):
         raise WeightsError(f"{entry!r} must be {item.dtype} {list(item.shape)}, got {dtype} {list(shape)}")
 
@@ -159,12 +190,20 @@ def _copy(tensor: Tensor) -> Tensor:
 FORMAT = "ravnest-state/2"
 
 
-def write_state(state: StageState, path: Path | str) -> None:
-    """Write a state file; it appears under its name when it is complete."""
-    contents = [StateSpec(e, e, dtype_name(t.dtype), tuple(t.shape)) for e, t in state.tensors.items()]
+def write_state(state: StageState, path: Path | str, *, on_read: Callable[[], None] = lambda: None) -> None:
+    """Write a state file, a tensor or a part of one at a time; it appears under its name when it is complete.
+
+    `on_read` is called when all tensors have been read.
+    """
+    items = LazyTensors.items_of(state.tensors)
+    contents = [StateSpec(e, e, dtype_name(t.dtype), tuple(t.shape)) for e, t in items.items()]
     with write_weights(path, contents, {"format": FORMAT, "updates": str(state.updates)}) as writer:
-        for entry, tensor in state.tensors.items():
-            writer.write(entry, tensor)
+        for entry, item in items.items():
+            if isinstance(item, LazyTensor):
+                writer.write_parts(entry, item.parts())
+            else:
+                writer.write(entry, item)
+        on_read()
 
 
 def read_state(stage: Stage, paths: Iterable[Path | str]) -> StageState:

@@ -12,15 +12,88 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from ravnest.pipeline.optimizers import Stepper
+from ravnest.pipeline.packed_stepper import PackedStepper
 from ravnest.pipeline.staleness import Corrector
 
-__all__ = ["Tensors", "Versions"]
+__all__ = ["Tensors", "VersionBuffers", "Versions"]
 
 Tensors = dict[str, Tensor]
 
 
-class Versions:
-    """The trainable parameters of a stage, after `updates` updates.
+class VersionBuffers:
+    """The compute weights of the live versions, after `newest` updates, and a shift for the next update."""
+
+    def __init__(self, delay: int, updates: int) -> None:
+        self.delay, self.newest = delay, updates
+        self._live: dict[int, Tensors] = {}
+        self._spare: list[Tensors] = []
+        self._shift: Tensors = {}
+
+    def __getitem__(self, version: int) -> Tensors:
+        """The leaf tensors of a version."""
+        return self._live[version]
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a parameter is one of these."""
+        return name in self._live[self.newest]
+
+    @property
+    def live(self) -> list[int]:
+        return sorted(self._live)
+
+    @property
+    def pending_shift(self) -> Tensors:
+        """The offset that the next update will add to the weights."""
+        return dict(self._shift)
+
+    def shift(self, by: Mapping[str, Tensor]) -> None:
+        """Add an offset to the weights with the next update: microbatches in flight still need the present ones."""
+        for name, tensor in by.items():
+            self._shift[name] = self._shift[name] + tensor if name in self._shift else tensor
+
+    def _restore(self, tensors: Tensors, by_age: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Make the versions of the next steps from the newest, each in memory of its own."""
+        for age in range(min(self.delay, self.newest) + 1):
+            if age:
+                known = by_age.get(age, {})
+                tensors = {n: known[n].detach().contiguous() if n in known else t.clone() for n, t in tensors.items()}
+            self._live[self.newest - age] = _leaves(tensors)
+
+    def _live_by_age(self, *, lowest: int) -> dict[str, Mapping[str, Tensor]]:
+        """The compute weights that are at least `lowest` updates old, as entries of a state."""
+        return {f"version-{self.newest - v}": self._live[v] for v in self.live if self.newest - v >= lowest}
+
+    def _add_version(self, tensors: Tensors) -> None:
+        self.newest += 1
+        self._live[self.newest] = _leaves(tensors)
+
+    def _add_shift(self, tensors: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, by in self._shift.items():
+                tensors[name].detach().add_(by)
+
+    def _copy_into_live(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for weights in self._live.values():
+                for name in weights.keys() & values.keys():
+                    weights[name].detach().copy_(values[name])
+
+    def _retire(self) -> None:
+        """Release the versions that no later step uses, and keep their buffers."""
+        for version in [v for v in self._live if v < self.newest + 1 - self.delay]:
+            leaves = self._live.pop(version)
+            if self.delay:
+                self._spare.append({name: leaf.detach() for name, leaf in leaves.items()})
+
+    def _buffer(self) -> Tensors:
+        if self._spare:
+            return self._spare.pop()
+        return {name: torch.empty_like(leaf.detach()) for name, leaf in self._live[self.newest].items()}
+
+
+class Versions(VersionBuffers):
+    """The trainable parameters of a stage, after `updates` updates, with float32 master weights.
 
     `by_age` are the compute weights of earlier steps, by their age in updates. A missing version is replaced by the
     next newer one, the newest by the master weights.
@@ -34,47 +107,18 @@ class Versions:
         updates: int = 0,
         by_age: Mapping[int, Mapping[str, Tensor]] | None = None,
     ) -> None:
-        self.delay = corrector.delay
+        super().__init__(corrector.delay, updates)
         self.corrector = corrector
-        self.newest = updates
         self.master: Tensors = {name: tensor.detach() for name, tensor in weights.items()}
         self._has_master = corrector.needs_buffer
-        self._live: dict[int, Tensors] = {}
-        self._restore(by_age or {})
-        self._spare: list[Tensors] = []
-        self._shift: Tensors = {}
+        newest, known = self.master, (by_age or {}).get(0, {})
+        if self._has_master:
+            newest = {n: known[n].detach() if n in known else t.clone() for n, t in self.master.items()}
+        self._restore(newest, by_age or {})
 
-    def _restore(self, by_age: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Make the versions of the next steps, each in memory of its own."""
-        tensors = self.master
-        for age in range(min(self.delay, self.newest) + 1):
-            known = by_age.get(age, {})
-            if age or self._has_master:
-                tensors = {n: known[n].detach() if n in known else t.clone() for n, t in tensors.items()}
-            self._live[self.newest - age] = _leaves(tensors)
-
-    def __getitem__(self, version: int) -> Tensors:
-        """The leaf tensors of a version."""
-        return self._live[version]
-
-    @property
-    def live(self) -> list[int]:
-        return sorted(self._live)
-
-    def by_age(self) -> dict[int, Tensors]:
-        """The compute weights by age in updates; without the newest version where it is the master."""
-        lowest = 0 if self._has_master else 1
-        return {self.newest - v: self._live[v] for v in self.live if self.newest - v >= lowest}
-
-    @property
-    def pending_shift(self) -> Tensors:
-        """The offset that the next update will add to the weights."""
-        return dict(self._shift)
-
-    def shift(self, by: Mapping[str, Tensor]) -> None:
-        """Add an offset to the weights with the next update: microbatches in flight still need the present ones."""
-        for name, tensor in by.items():
-            self._shift[name] = self._shift[name] + tensor if name in self._shift else tensor
+    def entries(self) -> dict[str, Mapping[str, Tensor]]:
+        """The tensors of a whole state besides the master weights, by kind."""
+        return {**self._live_by_age(lowest=0 if self._has_master else 1), "last-step": self.corrector.last_steps}
 
     def shift_now(self) -> None:
         """Apply the pending shift immediately; no microbatch may be in flight."""
@@ -82,10 +126,23 @@ class Versions:
             self._add_shift(tensors)
         self._shift = {}
 
-    def _add_shift(self, tensors: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, by in self._shift.items():
-                tensors[name].detach().add_(by)
+    def set(self, values: Mapping[str, Tensor]) -> None:
+        """Set parameters to exactly these values, in every version."""
+        self._copy_into_live(values)
+        for name in self.master.keys() & values.keys():
+            self.master[name].copy_(values[name])
+
+    def advance(
+        self,
+        stepper: Stepper | PackedStepper,
+        gradients: Mapping[str, Tensor],
+        step: int,
+        *,
+        lr_factor: float,
+        norm: float | None,
+    ) -> None:
+        """Make the next version with update number `step`."""
+        self.update(lambda weights: stepper.step(weights, gradients, step, lr_factor=lr_factor, norm=norm))
 
     def update(self, apply: Callable[[Tensors], None]) -> None:
         """Make the next version: `apply` updates the tensors passed to it in place."""
@@ -104,20 +161,9 @@ class Versions:
             _copy(self.master, buffer)
             apply(buffer)
             self.master = buffer
-        self.newest += 1
-        self._live[self.newest] = _leaves(buffer)
+        self._add_version(buffer)
         if self._shift:
             self.shift_now()
-
-    def _retire(self) -> None:
-        """Release the versions that no later step uses, and keep their buffers."""
-        for version in [v for v in self._live if v < self.newest + 1 - self.delay]:
-            leaves = self._live.pop(version)
-            if self.delay:
-                self._spare.append({name: leaf.detach() for name, leaf in leaves.items()})
-
-    def _buffer(self) -> Tensors:
-        return self._spare.pop() if self._spare else {n: torch.empty_like(t) for n, t in self.master.items()}
 
 
 def _leaves(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -1,7 +1,8 @@
 """Computes the memory of a stage on its node, from plain numbers.
 
     total       = base + weights + fixed + gradients + optimizer + activations + work + links + rings
-    weights     = (parameters + borrowed) * versions      versions = 1 + delay + copies of the staleness correction
+    weights     = (parameters + borrowed) * versions + parameters * copies of the staleness correction
+    versions    = 1 + delay
     delay       = 0 if synchronous, 1 if accumulate >= depth, else ceil((depth - 1) / accumulate)
     gradients   = (parameters + borrowed) * gradient copies
     optimizer   = parameters * optimizer bytes per parameter byte
@@ -10,13 +11,23 @@
     rings       = parameters * ring copies                a snapshot and the average, where clusters average
 
 `depth` is the number of microbatches in flight at the stage, `saved` the bytes that each keeps until its backward,
-`work` the most temporary memory of one op (its result's gradient, say), `fixed` the bytes with one copy and no
-gradient: buffers and frozen weights. A borrowed parameter is owned and updated by another stage (tied weights).
+`work` the most temporary memory of one op (the gradients of its result and weights), `fixed` the bytes with one copy
+and no gradient: buffers and frozen weights. A borrowed parameter is owned and updated by another stage (tied weights).
+
+Bytes per float32 parameter that the stage owns, with AdamW, the default correction and a delay of one update:
+
+    mode       versions   correction   gradient   waiting gradient   optimizer      sum
+    exact             8            8          4                  4           8       28 (32)
+    compact           8          2.0          4                  2         2.0     16.1 (18.1)
+    small             4            -          2                  -         2.0      8.0
+
+A gradient waits where it is clipped or tied. Packed tensors take one byte per element and a float32 scale per 256. In
+mode `small` there is no delay. Without a delay, mode `compact` is `exact`: 16 bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -30,6 +41,9 @@ __all__ = ["MemoryModel", "StageShare", "StageMemory", "stage_memory"]
 _BASE_BYTES = 322_000_000
 
 
+_PACKED = 0.25 + 1 / 256  # of a float32 tensor: a byte per element, and a float32 scale per 256 elements
+
+
 @config
 class MemoryModel:
     """The memory settings of a run. `accumulate` is in microbatches per optimizer step; 0: at least the depth.
@@ -37,10 +51,12 @@ class MemoryModel:
     `optimizer_ratio` is the optimizer's state in bytes per byte of parameters: 0 for plain SGD, 1 with momentum,
     2 for Adam. `correction_copies` are sets of weights that a staleness correction keeps besides the versions: the
     master, and the last update. `gradient_copies` is 2 where a step's gradient waits (clipping, tied weights) while
-    the next one accumulates. `ring_copies` are those of averaging with other clusters: the snapshot and the average,
-    the residual of a lossy codec, the reference and its momentum.
+    the next one accumulates. These are numbers of float32 tensors; `mode` may pack them. `ring_copies` are those of
+    averaging with other clusters: the snapshot and the average, the residual of a lossy codec, the reference and its
+    momentum.
     """
 
+    mode: str = "exact"
     synchronous: bool = False
     accumulate: int = 0
     correction_copies: int = 2
@@ -52,6 +68,8 @@ class MemoryModel:
     base_bytes: int = _BASE_BYTES
 
     def __post_init__(self) -> None:
+        require(self.mode in ("exact", "compact", "small"), f"mode must be exact, compact or small, got {self.mode!r}")
+        require(self.mode != "small" or self.synchronous, "mode small must be synchronous")
         require(self.accumulate >= 0, f"accumulate must be >= 0, got {self.accumulate}")
         require(0 <= self.optimizer_ratio < 100, f"optimizer_ratio must be >= 0 and < 100, got {self.optimizer_ratio}")
         require(self.correction_copies >= 0, f"correction_copies must be >= 0, got {self.correction_copies}")
@@ -66,10 +84,29 @@ class MemoryModel:
             return 0
         return 1 if not 0 < self.accumulate < depth else ceil((depth - 1) / self.accumulate)
 
-    def versions(self, depth: int) -> int:
-        """Sets of weights in memory at once."""
+    def in_mode(self, mode: str) -> MemoryModel:
+        """The same training in another mode; `small` is synchronous and recomputes activations."""
+        is_small = mode == "small"
+        return replace(self, mode=mode, synchronous=self.synchronous or is_small, recompute=self.recompute or is_small)
+
+    def weight_copies(self, depth: int) -> float:
+        """Sets of weights in memory at once, in units of float32 ones, with those of the staleness correction."""
         delay = self.delay(depth)
-        return 1 + delay + (self.correction_copies if delay else 0)
+        each = _PACKED if self.mode == "compact" else 1.0
+        return 1 + delay + (self.correction_copies * each if delay else 0)
+
+    @property
+    def held_gradients(self) -> float:
+        """Sets of gradients in memory at once, in units of float32 ones."""
+        if self.mode == "small":
+            return 0.5
+        return 1 + (self.gradient_copies - 1) * (0.5 if self.mode == "compact" else 1.0)
+
+    @property
+    def optimizer_copies(self) -> float:
+        """Optimizer state in bytes per byte of parameters."""
+        is_packed = self.mode == "small" or (self.mode == "compact" and not self.synchronous)
+        return self.optimizer_ratio * (_PACKED if is_packed else 1.0)
 
 
 class StageShare(NamedTuple):
@@ -113,14 +150,14 @@ class StageMemory:
 def stage_memory(share: StageShare, depth: int, model: MemoryModel) -> StageMemory:
     """Memory of a stage with `depth` microbatches in flight."""
     require(depth >= 1, f"depth must be >= 1, got {depth}")
-    held = share.parameter_bytes + share.borrowed_bytes
+    borrowed = share.borrowed_bytes
     saved = share.input_bytes * depth + share.saved_bytes if model.recompute else share.saved_bytes * depth
     return StageMemory(
         base=model.base_bytes,
-        weights=held * model.versions(depth),
+        weights=ceil(share.parameter_bytes * model.weight_copies(depth)) + borrowed * (1 + model.delay(depth)),
         fixed=share.fixed_bytes,
-        gradients=held * model.gradient_copies,
-        optimizer=ceil(share.parameter_bytes * model.optimizer_ratio),
+        gradients=ceil(share.parameter_bytes * model.held_gradients) + borrowed * model.gradient_copies,
+        optimizer=ceil(share.parameter_bytes * model.optimizer_copies),
         activations=saved,
         work=share.work_bytes,
         links=share.link_bytes * model.link_buffers,

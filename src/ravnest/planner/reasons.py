@@ -135,8 +135,8 @@ def describe_remedies(remedies: tuple[str, ...], num_more_nodes: int) -> str:
     if remedies:
         return "It would fit " + ", or ".join(remedies) + "."
     return (
-        f"Neither recomputation nor half the microbatch nor {num_more_nodes} more nodes like the largest is enough: "
-        "give the nodes more memory."
+        f"Neither memory mode small nor half the microbatch nor {num_more_nodes} more nodes like the largest is "
+        "enough: give the nodes more memory."
     )
 
 

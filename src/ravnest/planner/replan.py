@@ -104,7 +104,7 @@ class _Senders:
         for storage in task.chain.weights:
             if storage.ops:
                 amounts[min(storage.ops)] += storage.num_bytes
-        self._upto = [(1 + task.memory.optimizer_ratio) * size for size in accumulate(amounts, initial=0)]
+        self._upto = [(1 + task.memory.optimizer_copies) * size for size in accumulate(amounts, initial=0)]
         self._turn = 0
         self._sending_s: defaultdict[str, float] = defaultdict(float)
         self._receiving_s: defaultdict[str, float] = defaultdict(float)

@@ -14,14 +14,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ravnest.graph import Program
 from ravnest.graph.program import DTYPES
+from ravnest.pipeline.compact_versions import CompactVersions
 from ravnest.pipeline.optimizers import Optimizer, Stepper
+from ravnest.pipeline.packed_stepper import PackedStepper
 from ravnest.pipeline.staleness import Correction, Corrector
+from ravnest.pipeline.state import StageState
 from ravnest.pipeline.versions import Versions
 from ravnest.planner import Chain
 from ravnest.protocol.pipeline import Data, Norm
@@ -58,7 +62,9 @@ def with_overhead(chain: Chain, overhead: StageOverhead, accumulate: int) -> Cha
     return replace(chain, backward_s=tuple(backward_s))
 
 
-def measure_overhead(program: Program, optimizer: Optimizer, correction: Correction, *, delay: int) -> StageOverhead:
+def measure_overhead(
+    program: Program, optimizer: Optimizer, correction: Correction, *, delay: int, memory: str = "exact"
+) -> StageOverhead:
     """Measure the overhead with the program's parameter shapes and the current number of torch threads."""
     shapes = _sample(program)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -66,7 +72,7 @@ def measure_overhead(program: Program, optimizer: Optimizer, correction: Correct
         gradients = {name: torch.rand_like(t) for name, t in weights.items()}
         num_bytes = max(1, sum(t.nbytes for t in weights.values()))
         add_s = _mean(lambda: _add(gradients, weights)) / num_bytes
-        update_s = _update_s(weights, gradients, optimizer, Corrector(correction, delay)) / num_bytes
+        update_s = _update_s(weights, gradients, optimizer, Corrector(correction, delay), memory) / num_bytes
     return StageOverhead(add_s, update_s, _move_s())
 
 
@@ -86,13 +92,19 @@ def _add(gradients: dict[str, Tensor], more: dict[str, Tensor]) -> None:
 
 
 def _update_s(
-    weights: dict[str, Tensor], gradients: dict[str, Tensor], optimizer: Optimizer, corrector: Corrector
+    weights: dict[str, Tensor], gradients: dict[str, Tensor], optimizer: Optimizer, corrector: Corrector, memory: str
 ) -> float:
-    stepper = Stepper(optimizer, weights, fused=corrector.delay > 0)
-    versions = Versions(weights, corrector)
+    if memory == "compact" and corrector.delay:
+        versions = CompactVersions(weights, corrector, StageState(0))
+        advance = partial(versions.advance, PackedStepper(optimizer, weights))
+    elif memory == "small":
+        advance = partial(Versions(weights, corrector).advance, PackedStepper(optimizer, weights))
+    else:
+        stepper = Stepper(optimizer, weights, fused=corrector.delay > 0)
+        advance = partial(Versions(weights, corrector).advance, stepper)
 
     def update() -> None:
-        versions.update(lambda tensors: stepper.step(tensors, gradients, 0))
+        advance(gradients, 0, lr_factor=1.0, norm=1.0)
 
     update()  # allocates the memory that later updates reuse
     return _mean(update)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -232,6 +232,7 @@ class FleetClusterBuilder(ClusterBuilder):
             StagePlan(
                 node=plan.members[i], first_op=first, num_ops=end - first,
                 parameter_bytes=costs.parameter_bytes(first, end), memory_bytes=partition.memory[i].total,
+                memory=asdict(partition.memory[i]),
                 seconds=partition.stage_seconds[i],
                 sends_bytes=timed.chain.forward_bytes[end] if end < bounds[-1] else 0,
                 depth=rule.depth, delay=rule.delay,

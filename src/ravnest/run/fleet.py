@@ -31,7 +31,7 @@ def fleet_builder(job: TracedJob, view: ProgressView) -> FleetClusterBuilder:
         Workload(job.program, microbatch), job.optimizer, config, accumulate=-(-job.batch_size // microbatch)
     )
     builder = FleetClusterBuilder(
-        job.program, timed, job.trainer, job.folder, job.start_weights, synchronous=config.mode == "sync",
+        job.program, timed, job.trainer, job.folder, job.start_weights, synchronous=config.is_synchronous,
         min_stages=config.least_stages, num_spares=config.spares,
     )  # fmt: skip
     builder.checkpoint = job.start

@@ -85,12 +85,11 @@ def time_job(work: Workload, optimizer: Optimizer, config: TrainingConfig, *, ac
     costs = measure_costs(work.program, work.batch)
     chain = _timed(work.program, costs)
     flops = costs.flops(0, len(costs.ops))
-    synchronous = config.mode == "sync"
     return TimedJob(
         chain=compressed(chain, work.program, work.batch, config.activation_compression),
         memory=memory_model(
-            work.program, optimizer, config.correction, synchronous=synchronous, accumulate=accumulate,
-            recompute=config.recompute, ring_copies=config.ring_copies,
+            work.program, optimizer, config.correction, mode=config.memory_mode, synchronous=config.is_synchronous,
+            accumulate=accumulate, recompute=config.recomputes, ring_copies=config.ring_copies,
         ),
         microbatch=work.batch,
         accumulate=accumulate,

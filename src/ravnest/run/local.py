@@ -89,9 +89,9 @@ def local_builder(job: TracedJob, view: ProgressView, num_cores: int) -> LocalCl
     config = job.config
     options = LocalPlanOptions(
         nodes=config.num_nodes, clusters=config.clusters, batch_size=job.batch_size,
-        accumulate=config.microbatches_per_step, microbatch=config.microbatch, synchronous=config.mode == "sync",
-        max_staleness=config.max_staleness,
-        memory_bytes=config.memory_bytes, recompute=config.recompute, speeds=config.speed_of,
+        accumulate=config.microbatches_per_step, microbatch=config.microbatch, synchronous=config.is_synchronous,
+        max_staleness=config.max_staleness, memory_mode=config.memory_mode,
+        memory_bytes=config.memory_bytes, recompute=config.recomputes, speeds=config.speed_of,
         cores=Cores(count=num_cores, threads=config.num_threads, pinned=config.core_of),
     )  # fmt: skip
     return LocalClusterBuilder(job, time_local(job.program, job.optimizer, config.correction, options), view)

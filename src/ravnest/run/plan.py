@@ -20,8 +20,9 @@ from itertools import pairwise
 from ravnest.core.config import config, require
 from ravnest.core.schedule import StageSchedule, stage_schedules
 from ravnest.graph import Costs, Program, Stage, legal_cuts, measure_costs, split
-from ravnest.graph.program import refs
+from ravnest.graph.program import DTYPES, refs
 from ravnest.graph.timing import OpSeconds, measure_seconds, torch_threads
+from ravnest.pipeline.config import memory_mode
 from ravnest.pipeline.optimizers import Optimizer, state_bytes_per_parameter
 from ravnest.pipeline.staleness import Correction, Corrector
 from ravnest.planner import Chain, MemoryModel, Node, Problem, Storage, interval_s
@@ -108,6 +109,7 @@ class LocalPlanOptions:
     speeds: tuple[float, ...] | None = None  # of each node, relative to a core of its own
     cores: Cores = Cores(count=1)
     recompute: bool = False
+    memory_mode: str = "compact"
 
     def __post_init__(self) -> None:
         require(self.nodes >= 1, f"nodes must be >= 1, got {self.nodes}")
@@ -150,6 +152,7 @@ class StagePlan:
     num_ops: int
     parameter_bytes: int
     memory_bytes: int
+    memory: dict[str, int]  # the same by purpose
     seconds: float  # of work per microbatch: operations, adding gradients, updates, messages
     sends_bytes: int  # forward, per microbatch
     depth: int
@@ -201,12 +204,14 @@ def time_local(
     accumulate = _accumulate(options)
     costs = measure_costs(program, -(-options.batch_size // accumulate))
     memory = memory_model(
-        program, optimizer, correction,
+        program, optimizer, correction, mode=options.memory_mode,
         synchronous=options.synchronous or max(map(len, options.groups)) == 1, accumulate=accumulate,
         recompute=options.recompute,
     )  # fmt: skip
     with torch_threads(options.cores.threads):
-        overhead = measure_overhead(program, optimizer, correction, delay=0 if memory.synchronous else 1)
+        overhead = measure_overhead(
+            program, optimizer, correction, delay=0 if memory.synchronous else 1, memory=memory.mode
+        )
         chain = with_overhead(chain_of(program, costs), overhead, accumulate)
     return LocalTimings(program, options, costs, chain, overhead, memory, accumulate)
 
@@ -231,6 +236,7 @@ def plan_local(timings: LocalTimings, group: Sequence[int]) -> PipelinePlan:
         StagePlan(
             node=names[group[i]], first_op=bounds[i], num_ops=bounds[i + 1] - bounds[i],
             parameter_bytes=costs.parameter_bytes(bounds[i], bounds[i + 1]), memory_bytes=result.memory[i].total,
+            memory=asdict(result.memory[i]),
             seconds=work_s[i] / nodes[i].speed, sends_bytes=costs.cuts[bounds[i + 1]].forward_bytes,
             depth=schedules[i].depth, delay=schedules[i].delay,
         )
@@ -266,13 +272,16 @@ def memory_model(
     optimizer: Optimizer,
     correction: Correction,
     *,
+    mode: str = "compact",
     synchronous: bool = False,
     accumulate: int = 0,
     recompute: bool = False,
     ring_copies: int = 0,
 ) -> MemoryModel:
     """Return the memory model of training this program."""
+    dtypes = [DTYPES[s.dtype] for s in program.state if s.trainable]
     return MemoryModel(
+        mode=memory_mode(mode, dtypes, delay=0 if synchronous else 1),
         ring_copies=ring_copies,
         synchronous=synchronous,
         accumulate=accumulate,
@@ -308,5 +317,5 @@ def chain_of(program: Program, costs: Costs) -> Chain:
         weights=tuple(storage for s, storage in kept if s.trainable),
         fixed=tuple(storage for s, storage in kept if not s.trainable),
         saved=tuple(Storage(s.num_bytes, s.ops) for s in costs.saved),
-        work_bytes=tuple(op.result_bytes for op in costs.ops),
+        work_bytes=tuple(op.result_bytes + op.parameter_bytes for op in costs.ops),
     )

@@ -35,8 +35,8 @@ class TracedJob:
     def trainer(self) -> TrainerConfig:
         config = self.config
         return TrainerConfig(
-            optimizer=self.optimizer, correction=config.correction, seed=config.seed, recompute=config.recompute,
-            autocast=config.autocast, compression=config.activation_compression,
+            optimizer=self.optimizer, correction=config.correction, seed=config.seed, recompute=config.recomputes,
+            memory=config.memory_mode, autocast=config.autocast, compression=config.activation_compression,
         )  # fmt: skip
 
     @cached_property

@@ -29,10 +29,11 @@ from ravnest.graph.dry_run import dry_run_batch
 from ravnest.graph.program import DTYPES
 from ravnest.pipeline.accumulation import GradientAccumulator
 from ravnest.pipeline.config import StageConfig
+from ravnest.pipeline.gradient_buffers import squared_norm
 from ravnest.pipeline.loop import Inbox, Loop, LoopContext
 from ravnest.pipeline.state import StageState, owned, read_state, write_state
 from ravnest.pipeline.tensor_codec import StageCodecs, TensorCodec, as_bytes
-from ravnest.pipeline.trainer import Trainer, squared_norm
+from ravnest.pipeline.trainer import Trainer
 from ravnest.protocol.commands import (
     Command,
     EndAfter,
@@ -273,24 +274,30 @@ class StageRunner:
             self._writing.join(flush_s)
 
     def _save_state(self, loop: Loop, command: SaveState) -> None:
-        """Copy the state at the requested update, and write it in another thread while training continues."""
+        """Write the state at the requested update in another thread.
+
+        Training continues, but the next update waits until the state has been read: a copy might not fit in memory.
+        """
 
         def begin(loop: Loop) -> None:
             updates = loop.schedule.updates
-            if self._is_writing:  # two copies of the state might not fit in memory
+            if self._is_writing:
                 self._report(StateSaved(loop.index, updates, "the last state is still being written", is_state=True))
                 return
-            state = loop.trainer.state(whole=command.state == "whole")
+            state, is_read = loop.trainer.state(whole=command.state == "whole", copies=False), threading.Event()
+            loop.trainer.read_until(is_read)
             self._is_writing = True
-            self._writing = threading.Thread(target=write, args=(state,), name="save", daemon=True)
+            self._writing = threading.Thread(target=write, args=(state, is_read), name="save", daemon=True)
             self._writing.start()
 
-        def write(state: StageState) -> None:
+        def write(state: StageState, is_read: threading.Event) -> None:
             failure = ""
             try:
-                write_state(state, command.path)
+                write_state(state, command.path, on_read=is_read.set)
             except (OSError, RavnestError) as error:
                 failure = str(error)[:1000] or type(error).__name__
+            finally:
+                is_read.set()
             self._is_writing = False
             with contextlib.suppress(LinkError):  # the receiver may have ended
                 self._report(StateSaved(loop.index, state.updates, failure, is_state=True))

@@ -18,10 +18,11 @@ from ravnest.graph import Program, Stage, split, stage_weights
 from ravnest.graph.program import varying_sizes
 from ravnest.pipeline.accumulation import GradientAccumulator
 from ravnest.pipeline.config import StageRole, TrainerConfig, roles
+from ravnest.pipeline.gradient_buffers import squared_norm
 from ravnest.pipeline.loop import Inbox, Loop, LoopContext
 from ravnest.pipeline.state import StageState
 from ravnest.pipeline.tensor_codec import StageCodecs
-from ravnest.pipeline.trainer import Trainer, squared_norm
+from ravnest.pipeline.trainer import Trainer
 from ravnest.protocol.pipeline import Backward, Data, Evaluate, Forward
 
 

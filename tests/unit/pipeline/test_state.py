@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from ravnest.graph import Program, initialise, legal_cuts, split, trace, write_w
 from ravnest.graph.program import StateSpec
 from ravnest.graph.weights import open_weights
 from ravnest.pipeline import staleness as corrections
-from ravnest.pipeline.config import TrainerConfig
+from ravnest.pipeline.config import MEMORY_MODES, TrainerConfig
 from ravnest.pipeline.optimizers import SGD, Adam, AdamW, Muon, NAdam, Optimizer, cosine
 from ravnest.pipeline.staleness import Correction
 from ravnest.pipeline.state import StageState, join, kind_and_name, read_state, select, write_state
@@ -108,6 +109,7 @@ places = st.lists(st.floats(0, 0.999), min_size=0, max_size=3)
     mode=st.sampled_from(sorted(MODES)),
     optimizer=st.sampled_from(OPTIMIZERS),
     correction=st.sampled_from(CORRECTIONS),
+    memory=st.sampled_from(MEMORY_MODES),
     before=st.integers(0, 5),
     after=st.integers(1, 4),
 )
@@ -118,12 +120,14 @@ def test_training_resumes_bit_for_bit(
     mode: str,
     optimizer: Optimizer,
     correction: Correction,
+    memory: str,
     before: int,
     after: int,
 ) -> None:
     program = program_of(name, dropout)
     cuts = cuts_of(program, at)
-    config, rule = TrainerConfig(optimizer=optimizer, correction=correction, seed=5), MODES[mode](len(cuts) + 1)
+    config = TrainerConfig(optimizer=optimizer, correction=correction, seed=5, memory=memory)
+    rule = MODES[mode](len(cuts) + 1)
     data = [batch_of(name, i) for i in range(before + after)]
     through = train(program, cuts, data, config, rule, save_at=before)
     resumed = train(program, cuts, data[before:], config, rule, start=join(through.states))
@@ -137,14 +141,16 @@ def test_training_resumes_bit_for_bit(
     at=places,
     other=places,
     optimizer=st.sampled_from([o for o in OPTIMIZERS if o.clip_norm is None]),
+    memory=st.sampled_from(["compact", "small"]),
     whole=st.booleans(),
 )
 def test_training_resumes_with_other_cuts(
-    name: str, at: list[float], other: list[float], optimizer: Optimizer, whole: bool, tmp_path_factory: Tmp
-) -> None:
+    name: str, at: list[float], other: list[float], optimizer: Optimizer, memory: str, whole: bool,
+    tmp_path_factory: Tmp,
+) -> None:  # fmt: skip
     """Through files: three steps with some cuts, the rest with others. (A clipped norm is summed stage by stage.)"""
     program, folder = program_of(name, 0.0), tmp_path_factory.mktemp("states")
-    config = TrainerConfig(optimizer=optimizer, correction=corrections.DEFAULT)
+    config = TrainerConfig(optimizer=optimizer, correction=corrections.DEFAULT, memory=memory)
     data = [batch_of(name, i) for i in range(6)]
     cuts, others = cuts_of(program, at), cuts_of(program, other)
     # with several microbatches per step the shares of a tied gradient would be added in another order
@@ -154,7 +160,47 @@ def test_training_resumes_with_other_cuts(
         write_state(state, path)
     start = join([read_state(stage, paths) for stage in split(program, others)])
     resumed = train(program, others, data[3:], config, _one_by_one(len(others) + 1), start=start)
-    assert_same(resumed, through, 3)
+    if (name, memory) == ("tied", "small"):  # the shares of a tied gradient are rounded to bfloat16 one by one
+        assert all((t - through.weights[n]).abs().max() < 0.02 for n, t in resumed.weights.items())
+    else:
+        assert_same(resumed, through, 3)
+
+
+@pytest.mark.parametrize("before", MEMORY_MODES)
+@pytest.mark.parametrize("after", MEMORY_MODES)
+def test_a_state_resumes_in_another_memory_mode(before: str, after: str, tmp_path: Path) -> None:
+    """Within the rounding of packed tensors, and exactly in the same mode."""
+    work = trainer(memory=before)
+    for step in range(3):
+        train_step(work, step)
+    write_state(work.state(whole=True, copies=False), tmp_path / "state")
+    other = trainer(read_state(work.stage, [tmp_path / "state"]), memory=after)
+    for name, tensor in work.weights().items():
+        assert torch.allclose(other.weights()[name], tensor, rtol=0, atol=1e-7), name
+    for step in range(3, 5):
+        train_step(work, step)
+        train_step(other, step)
+    for name, tensor in work.weights().items():
+        if before == after:
+            assert torch.equal(other.weights()[name], tensor), name
+        assert torch.allclose(other.weights()[name].float(), tensor.float(), rtol=0, atol=0.02), name
+
+
+def test_an_update_waits_until_the_state_has_been_read() -> None:
+    work = trainer()
+    for step in range(2):
+        train_step(work, step)
+    state, is_read = work.state(whole=True, copies=False), threading.Event()
+    expected = {entry: tensor.clone() for entry, tensor in state.tensors.items()}
+    work.read_until(is_read)
+    updating = threading.Thread(target=train_step, args=(work, 2), daemon=True)
+    updating.start()
+    read = {entry: tensor.clone() for entry, tensor in state.tensors.items()}  # forwards change the buffers meanwhile
+    assert work.versions.newest == 2
+    is_read.set()
+    updating.join(60)
+    assert work.versions.newest == 3
+    assert [entry for entry, tensor in expected.items() if not torch.equal(tensor, read[entry])] == []
 
 
 Tmp = pytest.TempPathFactory
@@ -186,9 +232,11 @@ def test_a_light_state_resumes_from_the_master_weights(mode: str) -> None:
         assert (tensor - through.weights[name]).abs().max() < 0.05
 
 
-def trainer(start: StageState | None = None, optimizer: Optimizer | None = None, delay: int = 1) -> Trainer:
+def trainer(
+    start: StageState | None = None, optimizer: Optimizer | None = None, delay: int = 1, memory: str = "compact"
+) -> Trainer:
     (stage,) = split(program_of("normed", 0.0), ())
-    config = TrainerConfig(optimizer=optimizer or AdamW(1e-2), correction=corrections.DEFAULT)
+    config = TrainerConfig(optimizer=optimizer or AdamW(1e-2), correction=corrections.DEFAULT, memory=memory)
     first = {n: t.detach().clone() for n, t in program_of("normed", 0.0).tensors.items()}
     return Trainer(stage, first, config, delay=delay, start=start)
 
@@ -209,7 +257,9 @@ def test_a_state_is_a_copy() -> None:
     for step in range(3, 6):
         train_step(work, step)
     assert {kind_and_name(entry)[0] for entry in before} == {
-        "weights", "optimizer/step", "optimizer/exp_avg", "optimizer/exp_avg_sq", "version-0", "version-1", "last-step",
+        "weights", "optimizer/step", "optimizer/exp_avg", "optimizer/exp_avg_scale", "optimizer/exp_avg_sq",
+        "optimizer/exp_avg_sq_scale", "version-0", "version-1", "last-step", "last-step-scale", "offset",
+        "offset-scale",
     }  # fmt: skip
     assert all(torch.equal(tensor, state.tensors[name]) for name, tensor in before.items())
 

@@ -173,7 +173,7 @@ def test_double_buffered_mode_follows_the_version_rule(optimizer: Optimizer, a: 
     case, program = made("gpt")
     data = batches(case, 6, 8)
     rule = stage_schedules([4, 3, 2], 4)
-    settings = config(optimizer, correction=corrections.look_ahead(a) if a else corrections.none())
+    settings = config(optimizer, correction=corrections.look_ahead(a) if a else corrections.none(), memory="exact")
     pipe = train(program, thirds(program), data, settings, rule)
     if optimizer.name == "Muon":  # each stage distinguishes embeddings from matrices by itself
         assert all(torch.isfinite(t).all() for t in pipe.weights.values())

@@ -25,13 +25,13 @@ def test_averaging_keeps_copies_of_the_parameters() -> None:
 def test_every_term() -> None:
     memory = stage_memory(SHARE, 3, MemoryModel(base_bytes=5, correction_copies=1))
     assert (memory.base, memory.fixed, memory.work) == (5, 7, 30)
-    assert memory.weights == 110 * 3
+    assert memory.weights == 100 * 3 + 10 * 2
     assert memory.gradients == 110
     assert memory.optimizer == 200
     assert memory.activations == 3000
     assert memory.links == 120
-    assert memory.total == 5 + 7 + 30 + 330 + 110 + 200 + 3000 + 120
-    assert str(memory).startswith("3.8 kB: activations 3.0 kB, weights 330 B, optimizer 200 B")
+    assert memory.total == 5 + 7 + 30 + 320 + 110 + 200 + 3000 + 120
+    assert str(memory).startswith("3.8 kB: activations 3.0 kB, weights 320 B, optimizer 200 B")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,33 @@ def test_every_term() -> None:
     ],
 )
 def test_versions(model: MemoryModel, depth: int, versions: int) -> None:
-    assert model.versions(depth) == versions
+    assert model.weight_copies(depth) == versions
+
+
+@pytest.mark.parametrize(
+    ("model", "bytes_each"),
+    [
+        (MemoryModel(mode="exact"), 28),
+        (MemoryModel(mode="exact", gradient_copies=2), 32),
+        (MemoryModel(mode="compact"), 16.1),
+        (MemoryModel(mode="compact", gradient_copies=2), 18.1),
+        (MemoryModel().in_mode("small"), 8.03),
+        (MemoryModel(gradient_copies=2).in_mode("small"), 8.03),
+        (MemoryModel(mode="exact", synchronous=True), 16),
+    ],
+)
+def test_bytes_per_parameter(model: MemoryModel, bytes_each: float) -> None:
+    """Of AdamW with the default correction, as the module's table says."""
+    memory = stage_memory(StageShare(parameter_bytes=4_000_000), 3, model)
+    assert (memory.weights + memory.gradients + memory.optimizer) / 1e6 == pytest.approx(bytes_each, abs=0.05)
+
+
+def test_mode_small_is_synchronous_and_recomputes() -> None:
+    small = MemoryModel(mode="compact").in_mode("small")
+    assert small.synchronous
+    assert small.recompute
+    with pytest.raises(ValueError, match="must be synchronous"):
+        MemoryModel(mode="small")
 
 
 def test_recomputation_keeps_inputs_and_one_microbatch() -> None:

@@ -119,7 +119,7 @@ def test_slower_nodes_get_less_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(plan_module, "measure_seconds", given_seconds)
     monkeypatch.setattr(plan_module, "measure_slowdown", lambda *args, budget_s: 1.0)
-    monkeypatch.setattr(plan_module, "measure_overhead", lambda *args, delay: StageOverhead(1e-10, 5e-10, 1e-10))
+    monkeypatch.setattr(plan_module, "measure_overhead", lambda *args, **more: StageOverhead(1e-10, 5e-10, 1e-10))
     wishes: dict[str, Any] = {"nodes": 2, "batch_size": 8, "accumulate": 4, "cores": Cores(count=2)}
     build = lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # noqa: E731
     program = trace(build, nn.functional.mse_loss, (torch.zeros(8, 256), torch.zeros(8, 256)))

@@ -135,8 +135,7 @@ def fleet_does_not_fit(problem: Problem, num_machines: int) -> DoesNotFit:
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """Changes that may fit, least costly first; of more and fewer nodes the first number that fits."""
-    if not problem.memory.recompute:
-        yield "with recomputation", replace(problem, memory=replace(problem.memory, recompute=True))
+    yield from _changes_of_memory(problem)
     yield "with half the microbatch", replace(problem, chain=_halved(problem.chain))
     if problem.depths is None:
         yield from _first_that_fits(_with_more_nodes(problem))
@@ -147,11 +146,20 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 def _changes_of_fleet(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """Changes that may fit if no choice of machines is enough."""
-    if not problem.memory.recompute:
-        yield "with recomputation", replace(problem, memory=replace(problem.memory, recompute=True))
+    yield from _changes_of_memory(problem)
     yield "with half the microbatch", replace(problem, chain=_halved(problem.chain))
     yield "with half the bytes per number (bf16 for fp32)", replace(problem, chain=_halved(problem.chain, weights=True))
     yield from _first_that_fits(_with_more_nodes(problem))
+
+
+def _changes_of_memory(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    memory = problem.memory
+    if memory.mode == "exact" and not memory.synchronous:
+        yield "with memory mode compact", replace(problem, memory=memory.in_mode("compact"))
+    if not memory.recompute:
+        yield "with recomputation", replace(problem, memory=replace(memory, recompute=True))
+    if memory.mode != "small":
+        yield "with memory mode small (slower)", replace(problem, memory=memory.in_mode("small"))
 
 
 def _first_that_fits(changes: Iterator[tuple[str, Problem]]) -> Iterator[tuple[str, Problem]]:
