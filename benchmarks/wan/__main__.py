@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import fleet_run
 from benchmarks.report import Report, arguments
-from benchmarks.wan import fleet_run
 from benchmarks.wan.background_load import BackgroundLoad
-from benchmarks.wan.fleet_run import RunResult
-from benchmarks.wan.task import CPU, POINTS, Point, bound, hosts, line_seconds, topology
+from benchmarks.wan.task import CPU, MICROBATCHES, POINTS, REQUESTER, Point, bound, hosts, line_seconds, topology
 from testbed import Testbed, TestbedUnavailable, missing
 
 TIMEOUT_S = 300.0
+MEMORY = "1GB"
+WARM_UP = 2  # updates that do not count
 
 
 def main() -> None:
@@ -45,6 +46,14 @@ def main() -> None:
         limits = options.only or (["both"] if options.quick else POINTS)
         add_rows(report, [measure(POINTS[limit], stages, quick=options.quick) for limit in limits])
     report.finish(options.json)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Samples per second of a run, and the idle share of each stage."""
+
+    samples_per_s: float
+    bubbles: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def measure(point: Point, stages: int, *, quick: bool) -> Measured:
     sys.stderr.write(f"{point.limit}: torch: {results}\n")
     with tempfile.TemporaryDirectory(prefix="ravnest-bench-") as folder, Testbed(topology(stages)) as testbed:
         load = BackgroundLoad(testbed)
-        ravnest = fleet_run.train(testbed, Path(folder), point, stages, steps=5 if quick else 12)
+        ravnest = run_ravnest(testbed, Path(folder), point, stages, steps=5 if quick else 12)
         busy_later = load.cores()
     sys.stderr.write(f"{point.limit}: {ravnest}\n")
     compute_s = tuple(stage["compute_s"] for stage in results)
@@ -101,6 +110,24 @@ def add_rows(report: Report, measured: Sequence[Measured]) -> None:
     report.check(
         "background cores, at most", max(cores for one in measured for cores in one.background_cores), "<= 0.3"
     )
+
+
+def run_ravnest(testbed: Testbed, folder: Path, point: Point, stages: int, steps: int) -> RunResult:
+    """The rate is that of the run's own log, after the pipeline has filled and before it drains."""
+    job = f"from benchmarks.wan.task import make_job\n\njob = make_job({point.limit!r}, stages={stages})\n"
+    options = ["--steps", str(steps)]
+    run = fleet_run.train(testbed, folder, job, REQUESTER, hosts(stages), memory=MEMORY, options=options)
+    updates = fleet_run.read_metrics(run)
+    first, last = updates[WARM_UP - 1], updates[-2]
+    samples = (last["step"] - first["step"]) * MICROBATCHES * point.sequences
+    early, late = ({m["stage"]: m for m in line["stages"]} for line in (first, last))
+    if len(late) != stages:
+        raise RuntimeError(f"the model was trained in {len(late)} stages, not {stages}")
+    bubbles = []
+    for stage, now in sorted(late.items()):
+        busy_s, idle_s = (now[name] - early[stage][name] for name in ("steady_busy_s", "idle_s"))
+        bubbles.append(idle_s / (busy_s + idle_s))
+    return RunResult(samples / (last["seconds"] - first["seconds"]), tuple(bubbles))
 
 
 def run_torch(

@@ -1,0 +1,1 @@
+"""A model of real size on PCs of which none could hold it."""
