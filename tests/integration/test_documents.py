@@ -10,7 +10,8 @@ changes that; its parts are separated by semicolons:
     <!-- needs: MODULE.NAME --> the block is skipped where that cannot be imported
 
 All ends of a run are on this machine: `:7700` becomes a free port of the loopback interface, and a ticket in a command
-becomes the one that was printed. Trainings in the background last until Ctrl-C, sent after the last block.
+becomes the one that was printed. Trainings in the background last until Ctrl-C, sent before the next script or at the
+end.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Terminal:
         if "file" in block.directives:
             (self.directory / block.directives["file"]).write_text(block.text)
         elif block.language == "python":
+            self.finish()  # a script needs the processor, and no training beside it
             done = self._run([sys.executable, "-c", block.text])
             assert done.returncode == 0, f"{block.text}\n{done.stdout}{done.stderr}"
         else:
@@ -145,6 +147,7 @@ class Terminal:
                     self._wait_for_a_step(command)
                 process.send_signal(signal.SIGINT)
                 assert process.wait(_TIMEOUT_S) == 0, f"$ {command}\n{self._outputs()}"
+        self.background.clear()
 
     def _wait_for_a_step(self, command: str) -> None:
         metrics = self.directory / command.split("--run-dir ")[1].split()[0] / "metrics.jsonl"

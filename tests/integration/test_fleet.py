@@ -84,7 +84,7 @@ def friends(tmp_path: Path) -> Iterator[Friends]:
 def slowly(data: Iterator[Any]) -> Iterator[Any]:
     """Batches no faster than from a disk, so that those who join meanwhile find a processor."""
     for batch in data:
-        time.sleep(0.03)
+        time.sleep(0.06)
         yield batch
 
 

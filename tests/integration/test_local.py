@@ -170,7 +170,9 @@ def test_a_last_batch_with_fewer_samples_than_microbatches(tmp_path: Path) -> No
 
 def test_ctrl_c_in_an_evaluation_saves_too(tmp_path: Path) -> None:
     text = COMMAND + "job.validation = batches(library_text(50_000), 8, 16, 1)"
-    running = start(tmp_path, "--local", "2", "--steps", "100000", "--validate-every", "1", text=text)
+    running = start(
+        tmp_path, "--local", "2", "--steps", "100000", "--validate-every", "1", "--validation-batches", "1", text=text
+    )
     wait_for(lambda: steps_done(tmp_path) > 3, "training")
     running.send_signal(signal.SIGINT)
     output, errors = running.communicate(timeout=60)
