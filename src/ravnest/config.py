@@ -220,6 +220,11 @@ class TrainingConfig:
         None, _FILES, "Continue a run: its directory, one of its checkpoints, or a URL of copies.", metavar="RUN"
     )
 
+    dashboard_port: int | None = _option(
+        None, _FILES, "Port of the dashboard on 127.0.0.1; 0 for no dashboard. Without it: a free port.", min=0,
+        max=65535,
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         for option in _documented_fields():
             option.check(getattr(self, option.name))

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from ravnest import __version__
+from ravnest.cli.dashboard import dashboard
 from ravnest.cli.demo import demo
 from ravnest.cli.export import export
 from ravnest.cli.generate import generate
@@ -37,7 +38,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-for command in (train, export, generate, profile, plan, join, status, kick, ticket, demo):
+for command in (train, export, generate, profile, plan, join, status, dashboard, kick, ticket, demo):
     app.command(cls=Command)(command)
 
 

@@ -79,6 +79,9 @@ class PlainView(ProgressView):
     def invited(self, ticket: str) -> None:
         invite(self._console, ticket)
 
+    def dashboard(self, link: str) -> None:
+        self.message(f"dashboard: {link}")
+
     def message(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -123,6 +126,9 @@ class LiveView(ProgressView):
 
     def invited(self, ticket: str) -> None:
         invite(self._console, ticket)
+
+    def dashboard(self, link: str) -> None:
+        self.message(f"dashboard: {link}")
 
     def message(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -74,12 +74,13 @@ def _describe_node_event(event: _NodeEvent) -> str:
             limit = "any number of uses" if uses is None else _count(uses, "use")
             return f"ticket issued: valid for {max(expires_s - at_s, 0) / 3600:.3g} h, {limit}"
         case on.NodeEnrolled(name=name, key=key):
-            return f"{name} enrolled with key {key[:12]}"
+            return f"{name} enrolled with key {key[:12]}" if key else f"{name} enrolled"
         case on.NodeKicked(name=name, reason=reason):
             return f"{name} was removed: {reason}"
         case on.NodeConnected(name=name, profile=profile, address=address):
             size = f"{format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s on {profile.device}"
-            return f"{name} connected from {address}: {size}"
+            origin = f" from {address}" if address else ""
+            return f"{name} connected{origin}: {size}"
         case on.NodeLost(name=name, reason=reason, is_voluntary=is_voluntary):
             return f"{name} left: {reason}" if is_voluntary else f"{name} is lost: {reason}"
         case on.NodeLeaving(name=name, reason=reason):

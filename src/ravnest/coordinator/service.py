@@ -115,8 +115,11 @@ class CoordinatorServer:
         resume: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
         live: Callable[[], RuntimeStatus] = RuntimeStatus,
+        extend: Callable[[web.Application, CoordinatorServer], None] = lambda app, server: None,
     ) -> None:
+        """`extend` adds resources to the app of the port."""
         self.config = config
+        self._extend = extend
         self._authority: CertificateAuthority | None = None
         if config.port is not None:
             self._authority = CertificateAuthority(config.directory, datetime.fromtimestamp(config.clock(), UTC))
@@ -160,6 +163,7 @@ class CoordinatorServer:
         """Listen; from then on nodes may connect."""
         self._loop = asyncio.get_running_loop()
         self._app = make_app(self.coordinator, self, self.config.timeouts)
+        self._extend(self._app, self)
         if self.config.sockets is not None:
             await self._open_sockets(self.config.sockets)
         if self.config.port is not None:

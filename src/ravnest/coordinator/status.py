@@ -123,6 +123,14 @@ class ClusterStatus(_Status, frozen=True):
     averaging: AveragingStatus | None = None  # None before the first round
 
 
+class RingsStatus(_Status, frozen=True):
+    """The members of each ring, and the round that is running, if one is."""
+
+    clusters: tuple[str, ...]
+    rings: tuple[tuple[str, ...], ...]
+    round: int | None = None
+
+
 class RelayStatus(_Status, frozen=True):
     """Traffic of a pair through the relay."""
 
@@ -161,6 +169,8 @@ class RunStatus(_Status, frozen=True):
     num_rejected: int
     rejections: tuple[RejectionStatus, ...]
     events: tuple[EventStatus, ...]  # the newest last
+    rings: RingsStatus | None = None
+    rounds_done: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +211,8 @@ def status_of(state: CoordinatorState, now_s: float, runtime: RuntimeStatus) -> 
             for one in state.rejections
         ),
         events=tuple(EventStatus(at_s=at_s, text=text) for at_s, text in list(state.recent_events)[-_MAX_EVENTS:]),
+        rings=_rings(state),
+        rounds_done=state.rounds_done,
     )
 
 
@@ -313,6 +325,13 @@ def _stage(cluster: ClusterRecord, stage: int, runtime: RuntimeStatus) -> StageS
 
 def _leases(counts: LeaseCounts, waiting: int = 0) -> LeaseStatus:
     return LeaseStatus(**msgspec.structs.asdict(counts), waiting=waiting)
+
+
+def _rings(state: CoordinatorState) -> RingsStatus | None:
+    if state.rings is None:
+        return None
+    number = state.round.number if state.round is not None else None
+    return RingsStatus(clusters=state.rings.clusters, rings=state.rings.rings, round=number)
 
 
 def _relay(pair: PairStats) -> RelayStatus:

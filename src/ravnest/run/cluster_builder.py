@@ -83,6 +83,12 @@ class ClusterBuilder:
                 shapes.append(RingShape(tuple(machine.name for machine in ordered), tuple(held)))
         return shapes
 
+    def work_shares(self, cuts: Sequence[int]) -> list[float]:
+        """Return the shares of the stages between these cuts in the compute of the model."""
+        chain, bounds = self._chain, [0, *cuts, self._chain.num_ops]
+        seconds = [sum(chain.forward_s[a:b]) + sum(chain.backward_s[a:b]) for a, b in pairwise(bounds)]
+        return [part / max(sum(seconds), 1e-12) for part in seconds]
+
     def _averaged(self) -> Iterator[tuple[int, StateSpec]]:
         """Yield the tensors that training changes, each after the first op that reads it; its stage owns the tensor."""
         first: dict[str, int] = {}

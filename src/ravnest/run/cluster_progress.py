@@ -115,6 +115,7 @@ class RunMonitor:
         self.began_s = 0.0
         self._samples = 0
         self._is_log_full = False
+        self.on_line: Callable[[dict[str, Any]], None] = lambda line: None  # a line of metrics
 
     _thread: CoordinatorThread
     _log: MetricsFile
@@ -251,7 +252,7 @@ class RunMonitor:
         else:
             progress.stages = training.tracker.stages
         self._write({"step": progress.step, "cluster": cluster, "loss": means[0], **progress.metrics,
-                     "seconds": self._seconds(),
+                     "seconds": self._seconds(), "samples": samples,
                      "stages": [msgspec.structs.asdict(m) for m in training.tracker.stages.values()]})  # fmt: skip
         self._view.update(progress)
 
@@ -267,6 +268,7 @@ class RunMonitor:
         return round(self._log.seconds + time.monotonic() - self.began_s, 3)
 
     def _write(self, line: dict[str, Any]) -> None:
+        self.on_line(line)
         try:
             self._log.write(line)
         except OSError as error:

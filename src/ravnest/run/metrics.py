@@ -50,6 +50,9 @@ class ProgressView:
     def invited(self, ticket: str) -> None:
         """Show the ticket with which PCs can join."""
 
+    def dashboard(self, link: str) -> None:
+        """Show the link to the dashboard."""
+
     def message(self, text: str) -> None:
         """Show a message about the run."""
 

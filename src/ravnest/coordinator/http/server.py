@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from io import SEEK_END, BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -46,7 +46,7 @@ from ravnest.profiling.bandwidth import LineEndpoint
 from ravnest.protocol.control import FILE_HEADER, NODE_HEADER
 from ravnest.transport.identity import key_digest
 
-__all__ = ["make_app"]
+__all__ = ["make_app", "role_of"]
 
 T = TypeVar("T")
 
@@ -304,10 +304,9 @@ class _Handlers:
         if _name(request) is not None:
             self._known(request)
             return
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        rejection = token_rejection(self._coordinator.state, token, self._coordinator.now_s(), check_uses=False)
-        if scheme != "Bearer" or rejection is not None:
-            raise HttpRejection(rejection or "a ticket is needed for this")
+        rejection = _ticket_rejection(request, self._coordinator)
+        if rejection is not None:
+            raise HttpRejection(rejection)
 
     async def status(self, request: web.Request) -> web.Response:
         self._reader(request)
@@ -349,6 +348,24 @@ class _Handlers:
     def _requester(self, request: web.Request) -> None:
         if _name(request) != REQUESTER:
             raise HttpRejection("only the requester may do this, on the machine with the coordinator's directory")
+
+
+def role_of(request: web.Request, coordinator: Coordinator) -> Literal["requester", "viewer"] | None:
+    """Return what a client of the port may see: members and holders of a ticket are viewers."""
+    name = _name(request)
+    if name == REQUESTER:
+        return "requester"
+    if name is not None:
+        return "viewer" if coordinator.state.rejection_reason(name) is None else None
+    return "viewer" if _ticket_rejection(request, coordinator) is None else None
+
+
+def _ticket_rejection(request: web.Request, coordinator: Coordinator) -> str | None:
+    """Return the reason why the ticket in a request's header is not valid; None if it is."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme != "Bearer":
+        return "a ticket is needed for this"
+    return token_rejection(coordinator.state, token, coordinator.now_s(), check_uses=False)
 
 
 def _name(request: web.Request) -> str | None:

@@ -1,0 +1,149 @@
+"""`ravnest dashboard`: show a run in the browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import urllib.parse
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ravnest.cli.options import Debug
+from ravnest.core.config import require
+from ravnest.errors import RavnestError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from ravnest.cli.target import CoordinatorTarget
+    from ravnest.dashboard.site import DashboardData
+
+__all__ = ["dashboard"]
+
+_TICKET = "rav"
+
+
+def dashboard(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|TICKET]", help="The directory of a run, or a ticket. Without it: the only run that listens."
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the pages of a run's directory into one HTML file.")
+    ] = None,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the browser, where there is a display.")
+    ] = True,
+    debug: Debug = False,
+) -> None:
+    """Show a run in the browser: curves, nodes, plan, contributions and events; also after its end.
+
+    Example: `ravnest dashboard runs/mine`
+
+    Example: `ravnest dashboard runs/mine --export report.html`
+    """
+    from ravnest.dashboard.report import FinishedRun, write_report
+
+    console = Console(soft_wrap=True, highlight=False)
+    is_ticket = run is not None and run.strip().lower().startswith(_TICKET) and not Path(run).is_dir()
+    if export is not None:
+        require(run is not None and not is_ticket, "--export needs the directory of a run, on the machine where it ran")
+        write_report(Path(str(run)), export)
+        console.print(f"wrote {export}", markup=False)
+    elif is_ticket:
+        from ravnest.cli.target import find_target
+
+        asyncio.run(_serve(_RemoteRun(find_target(run)), console, browser=browser))
+    elif (link := _running_link(run)) is not None:
+        _show(link, console, browser=browser)
+    else:
+        require(run is not None, "no run of this user listens here: give the directory of a run")
+        asyncio.run(_serve(FinishedRun(Path(str(run))), console, browser=browser))
+
+
+def _running_link(run: str | None) -> str | None:
+    """Return the link to a run that is going on at this machine; None if it has ended."""
+    from ravnest.cli.target import find_target, get_status
+    from ravnest.dashboard.live import ACCESS_FILE
+    from ravnest.dashboard.site import Access
+
+    try:
+        target = find_target(run)
+        if target.folder is None or not (target.folder / ACCESS_FILE).is_file():
+            return None
+        asyncio.run(get_status(target))  # its files may be left over from a process that was killed
+    except (RavnestError, ValueError):
+        return None
+    return Access.open(target.folder / ACCESS_FILE).link()
+
+
+def _show(link: str, console: Console, *, browser: bool) -> None:
+    """Print the link, and open it where there is a display."""
+    console.print(f"dashboard: {link}", markup=False)
+    if browser and (sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        import webbrowser
+
+        webbrowser.open(link)
+
+
+async def _serve(data: DashboardData, console: Console, *, browser: bool) -> None:
+    """Serve the pages on this machine until Ctrl-C."""
+    from ravnest.dashboard.site import Access, LocalListener
+
+    listener = LocalListener(data, Access.new())
+    try:
+        await listener.open()
+    except OSError as error:
+        raise ValueError(f"cannot listen on this machine: {error.strerror or error}") from error
+    _show(listener.access.link(), console, browser=browser)
+    console.print("serving until Ctrl-C")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await listener.close()
+
+
+class _RemoteRun:
+    """Forwards the data of a coordinator, whose certificate a browser does not know."""
+
+    def __init__(self, target: CoordinatorTarget) -> None:
+        self._target = target
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        from ravnest.dashboard.site import HEADERS
+
+        try:
+            async with (
+                self._target.connect() as client,
+                client.request("GET", "/dashboard/v1/stream", headers=dict(self._target.headers)) as answer,
+            ):
+                response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                with contextlib.suppress(ConnectionError):
+                    async for chunk in answer.content.iter_any():
+                        await response.write(chunk)
+                return response
+        except RavnestError as error:
+            return web.json_response({"error": str(error)}, status=502, headers=HEADERS)
+
+    async def node(self, name: str) -> bytes:
+        return await self._get(f"/dashboard/v1/nodes/{urllib.parse.quote(name, safe='')}")
+
+    async def access(self) -> bytes:
+        return await self._get("/dashboard/v1/access")
+
+    async def _get(self, path: str) -> bytes:
+        async with self._target.connect() as client:
+            return await client.ask("GET", path, headers=dict(self._target.headers))
+
+    async def close(self) -> None:
+        """Nothing is kept open between requests."""

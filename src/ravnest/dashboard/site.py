@@ -1,0 +1,246 @@
+"""The pages and their data over HTTP: access, static files, limits.
+
+    /                  the page; it and its files hold no data and need no token
+    /assets/NAME       scripts and styles of the package, nothing else
+    /v1/stream         the document and its changes, as server-sent events
+    /v1/nodes/NAME     the history of one node
+    /v1/access         for the requester: the viewers' link, addresses of nodes, rejected connections
+
+A token in the fragment of a link (`#token=...`) never reaches a server's log; the page sends it in a header. There are
+no cookies, which servers of other ports of one host would share. All requests are reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+from aiohttp import web
+
+from ravnest.errors import LinkError, RequestRejected
+
+__all__ = ["Access", "DashboardData", "LocalListener", "Role", "make_site", "static_files"]
+
+Role = Literal["requester", "viewer"]
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_REQUESTS_PER_S, _BURST = 100.0, 300
+_CLOSE_S = 1.0
+
+
+class Access(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The port and the tokens of a dashboard, kept for restarts in a file that only this user can read."""
+
+    port: int
+    requester: str
+    viewer: str
+
+    @classmethod
+    def open(cls, path: Path) -> Access:
+        """Return the access of an earlier start, or a new one, which `save` keeps."""
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        return cls.new()
+
+    @classmethod
+    def new(cls) -> Access:
+        return cls(port=0, requester=secrets.token_urlsafe(24), viewer=secrets.token_urlsafe(24))
+
+    def save(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(self))
+
+    def link(self, role: Role = "requester") -> str:
+        return f"http://127.0.0.1:{self.port}/#token={self.requester if role == 'requester' else self.viewer}"
+
+    def role_of(self, token: str) -> Role | None:
+        given = token.encode(errors="replace")
+        if hmac.compare_digest(given, self.requester.encode()):
+            return "requester"
+        return "viewer" if hmac.compare_digest(given, self.viewer.encode()) else None
+
+
+class DashboardData(Protocol):
+    """The data behind the pages."""
+
+    async def stream(self, request: web.Request) -> web.StreamResponse: ...
+
+    async def node(self, name: str) -> bytes: ...
+
+    async def access(self) -> bytes: ...
+
+    async def close(self) -> None: ...
+
+
+@cache
+def static_files() -> dict[str, bytes]:
+    """The files of the pages by name."""
+    folder = resources.files("ravnest.dashboard") / "static"
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if Path(entry.name).suffix in _KINDS}
+
+
+Admit = Callable[[web.Request], Role | None]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_site(data: DashboardData, admit: Admit, *, hosts: Callable[[], set[str]] | None = None) -> web.Application:
+    """Return the app. `hosts` are the valid values of the Host header, if only some are."""
+    site = _Site(data, admit)
+    app = web.Application(middlewares=[_limits(hosts)], client_max_size=1024)
+    app.router.add_get("/", site.page)
+    app.router.add_get("/assets/{name:[a-z_-]{1,40}[.](?:js|css|svg)}", site.asset)
+    app.router.add_get("/v1/stream", site.stream)
+    app.router.add_get("/v1/nodes/{name:.{1,200}}", site.node)
+    app.router.add_get("/v1/access", site.access)
+    app.on_shutdown.append(lambda _: data.close())
+    return app
+
+
+def _limits(hosts: Callable[[], set[str]] | None) -> Any:
+    """Limit the rate of requests, and refuse pages of other origins and names that lead to this host."""
+    bucket = _Bucket()
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not bucket.take():
+            return _error("too many requests: try again in a second", 429, {"Retry-After": "1"})
+        if hosts is not None and request.headers.get("Host", "") not in hosts():
+            return _error("this address is not served here: open the link that `ravnest dashboard` prints", 421)
+        if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            return _error("requests of other pages are refused", 403)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _error("no such page", error.status)
+        except RequestRejected as error:  # by the coordinator to which a request was forwarded
+            return _error(str(error), error.status)
+        except LinkError as error:
+            return _error(str(error), 502)
+
+    return answer
+
+
+class _Bucket:
+    """A token bucket of requests."""
+
+    def __init__(self) -> None:
+        self._left, self._at_s = float(_BURST), time.monotonic()
+
+    def take(self) -> bool:
+        now_s = time.monotonic()
+        self._left = min(_BURST, self._left + (now_s - self._at_s) * _REQUESTS_PER_S)
+        self._at_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class _Site:
+    def __init__(self, data: DashboardData, admit: Admit) -> None:
+        self._data, self._admit = data, admit
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        return _file("index.html")
+
+    async def asset(self, request: web.Request) -> web.StreamResponse:
+        return _file(request.match_info["name"])
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        return self._refusal(request) or await self._data.stream(request)
+
+    async def node(self, request: web.Request) -> web.StreamResponse:
+        return self._refusal(request) or _json(await self._data.node(request.match_info["name"]))
+
+    async def access(self, request: web.Request) -> web.StreamResponse:
+        return self._refusal(request, for_requester=True) or _json(await self._data.access())
+
+    def _refusal(self, request: web.Request, *, for_requester: bool = False) -> web.Response | None:
+        role = self._admit(request)
+        if role is None:
+            return _error("a valid link is needed: run `ravnest dashboard` for one", 401)
+        if for_requester and role != "requester":
+            return _error("this page is for the requester of the run: a viewer's link does not open it", 403)
+        return None
+
+
+def bearer(request: web.Request) -> str:
+    """Return the token of a request, or an empty text."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme == "Bearer" else ""
+
+
+def _file(name: str) -> web.Response:
+    body = static_files().get(name)
+    if body is None:
+        return _error("no such file", 404)
+    return web.Response(body=body, content_type=_KINDS[Path(name).suffix], charset="utf-8", headers=HEADERS)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json", headers=HEADERS)
+
+
+def _error(reason: str, status: int, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        text=json.dumps({"error": reason}), status=status, content_type="application/json",
+        headers={**HEADERS, **(headers or {})},
+    )  # fmt: skip
+
+
+class LocalListener:
+    """Serves the pages over plain HTTP to programs of this host only."""
+
+    def __init__(self, data: DashboardData, access: Access) -> None:
+        self.access = access
+        app = make_site(data, lambda request: access.role_of(bearer(request)), hosts=self._hosts)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_CLOSE_S)
+
+    def _hosts(self) -> set[str]:
+        return {f"{host}:{self.access.port}" for host in ("127.0.0.1", "localhost")}
+
+    async def open(self, port: int | None = None) -> None:
+        """Listen at `port`, else at that of the last start if it is free, else at any; raises `OSError`."""
+        await self._runner.setup()
+        wanted = [port] if port is not None else [self.access.port, 0] if self.access.port else [0]
+        for attempt, number in enumerate(wanted):
+            try:
+                site = web.TCPSite(self._runner, "127.0.0.1", number)
+                await site.start()
+            except OSError:
+                if attempt == len(wanted) - 1:
+                    await self._runner.cleanup()
+                    raise
+                continue
+            self.access.port = self._runner.addresses[0][1]
+            return
+
+    async def close(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._runner.cleanup()

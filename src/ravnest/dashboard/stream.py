@@ -1,0 +1,143 @@
+"""Pushes the document of a run to viewers by server-sent events.
+
+One task encodes changes while there are viewers, at most twice a second and with at most a twentieth of a core; all
+viewers get the same bytes. A viewer whose queue is full is disconnected: its page connects again and starts with a
+snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from ravnest.dashboard.document import LiveDocument
+
+__all__ = ["Stream"]
+
+_INTERVAL_S = 0.5
+_MAX_SHARE = 0.05  # of a core
+_MAX_VIEWERS = 64
+_MAX_QUEUED = 16  # messages per viewer
+_HEARTBEAT_S = 10.0
+_SEND_S = 20.0
+
+
+class _Viewer:
+    """A connection. `queue` holds encoded messages; None ends it."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_QUEUED)
+        self._request = request
+
+    def send(self, message: bytes) -> bool:
+        """Queue a message; return whether there was room."""
+        try:
+            self.queue.put_nowait(message)
+        except asyncio.QueueFull:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            return False
+        return True
+
+    def end(self) -> None:
+        with contextlib.suppress(asyncio.QueueFull):
+            self.queue.put_nowait(None)
+
+
+class Stream:
+    """The viewers of one run. `values` returns the values of the moment, and whether contributions are among them."""
+
+    def __init__(
+        self,
+        document: LiveDocument,
+        values: Callable[[], tuple[Mapping[str, Any], str]],
+        *,
+        interval_s: float = _INTERVAL_S,
+    ) -> None:
+        self._document, self._values, self._interval_s = document, values, interval_s
+        self._viewers: set[_Viewer] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._updated_s = -1e9
+        self._is_closed = False
+        self.num_dropped = 0
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    async def serve(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Respond with all changes until the viewer disconnects."""
+        if self._is_closed or len(self._viewers) >= _MAX_VIEWERS:
+            reason = "the run is ending" if self._is_closed else f"{_MAX_VIEWERS} viewers are connected: try later"
+            return web.json_response({"error": reason}, status=503, headers={"Retry-After": "5"})
+        response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        viewer = _Viewer(request)
+        self._refresh()
+        viewer.send(_message(self._document.snapshot()))
+        self._viewers.add(viewer)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            await _forward(viewer, response)
+        finally:
+            self._viewers.discard(viewer)
+        return response
+
+    def close(self) -> None:
+        """Send the last changes and end all viewers."""
+        self._is_closed = True
+        if self._viewers:
+            self._push()
+        for viewer in self._viewers:
+            viewer.end()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _refresh(self) -> None:
+        """Bring the document up to date for a snapshot, not more often than the interval."""
+        if time.monotonic() - self._updated_s >= self._interval_s:
+            self._push()
+
+    def _push(self) -> None:
+        values, keep = self._values()
+        delta = self._document.update(values, keep=keep)
+        self._updated_s = time.monotonic()
+        if delta is None:
+            return
+        message = _message(delta)
+        for viewer in [viewer for viewer in self._viewers if not viewer.send(message)]:
+            self._viewers.discard(viewer)
+            self.num_dropped += 1
+
+    async def _run(self) -> None:
+        while self._viewers:
+            start_s = time.process_time()
+            self._push()
+            used_s = time.process_time() - start_s
+            await asyncio.sleep(max(self._interval_s, used_s / _MAX_SHARE))
+        self._task = None
+
+
+async def _forward(viewer: _Viewer, response: web.StreamResponse) -> None:
+    """Write queued messages; a comment from time to time shows that the connection is alive."""
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        while True:
+            try:
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    message = await viewer.queue.get()
+            except TimeoutError:
+                message = b": alive\n\n"
+            if message is None:
+                return
+            async with asyncio.timeout(_SEND_S):
+                await response.write(message)
+
+
+def _message(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
