@@ -70,7 +70,7 @@ def test_a_run_trains_and_leaves_what_it_promises(tmp_path: Path) -> None:
     assert [e["step"] for e in run.evaluations] == [20, 40]
     assert {p.name for p in run.folder.iterdir()} == {
         "model.safetensors", "metrics.jsonl", "plan.json", "node-0.log", "node-1.log", "node-2.log", "coordinator",
-        "coordinator.txt",
+        "coordinator.txt", "dashboard.json",
     }  # fmt: skip
     model = GPT(CONFIG)
     model.load_state_dict(run.state_dict())

@@ -102,7 +102,7 @@ def test_what_a_run_keeps(through: Path) -> None:
     assert all(c.problem() is None and c.manifest.batches == c.step for c in checkpoints_in(through / "run"))
     assert {p.name for p in (through / "run").iterdir()} == {
         "checkpoints", "job.txt", "metrics.jsonl", "model.safetensors", "node-0.log", "node-1.log", "node-2.log",
-        "plan.json", "coordinator", "coordinator.txt",
+        "plan.json", "coordinator", "coordinator.txt", "dashboard.json",
     }  # fmt: skip
 
 

@@ -52,6 +52,7 @@ def test_commands_and_flags() -> None:
         for name, sub in command.commands.items()  # type: ignore[attr-defined]
     }
     assert flags == {
+        "dashboard": ["--browser", "--debug", "--export", "run"],
         "demo": ["--debug", "--nodes", "--run-dir", "--seed", "--steps"],
         "export": ["--debug", "--job", "--max-shard-size", "--merge", "--to", "run"],
         "generate": [
@@ -73,10 +74,10 @@ def test_commands_and_flags() -> None:
         "train": [
             "--activation-compression", "--advertise", "--allow-single-node", "--autocast", "--average-every",
             "--averaging-compression", "--checkpoint-every", "--checkpoint-to", "--clusters", "--coordinator-dir",
-            "--cores", "--debug", "--epochs", "--keep-checkpoints", "--listen", "--local", "--max-batch-size",
-            "--max-length", "--max-staleness",
-            "--memory", "--memory-mode", "--microbatch", "--microbatches-per-step", "--min-nodes", "--min-stages",
-            "--mode", "--no-allow-single-node", "--no-recompute", "--no-verify",
+            "--cores", "--dashboard-port", "--debug", "--epochs", "--keep-checkpoints", "--listen",
+            "--local", "--max-batch-size", "--max-length", "--max-staleness", "--memory", "--memory-mode",
+            "--microbatch", "--microbatches-per-step", "--min-nodes", "--min-stages", "--mode",
+            "--no-allow-single-node", "--no-recompute", "--no-verify",
             "--outer-optimizer", "--recompute", "--replicas", "--resume", "--run-dir", "--seed", "--settle-time",
             "--spares", "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every",
             "--validation-batches", "--verify", "job",

@@ -17,10 +17,10 @@ import msgspec
 
 from ravnest.core.metrics import StageMetrics
 
-__all__ = ["Contribution", "Contributions"]
+__all__ = ["NodeContribution", "Contributions"]
 
 
-class Contribution(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class NodeContribution(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Totals of one node. `samples` passed through it; `work` is its part of them, in samples of the whole model."""
 
     batches: int = 0
@@ -31,9 +31,9 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sent_bytes: int = 0
     received_bytes: int = 0
 
-    def plus(self, other: Contribution) -> Contribution:
+    def plus(self, other: NodeContribution) -> NodeContribution:
         mine, others = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
-        return Contribution(**{name: value + others[name] for name, value in mine.items()})
+        return NodeContribution(**{name: value + others[name] for name, value in mine.items()})
 
 
 @dataclass
@@ -47,9 +47,9 @@ class _Account:
     began_s: float | None = None
     stages: dict[int, StageMetrics] = field(default_factory=dict)
 
-    def of(self, stage: int, now_s: float) -> Contribution:
+    def of(self, stage: int, now_s: float) -> NodeContribution:
         metrics = self.stages.get(stage, StageMetrics())
-        return Contribution(
+        return NodeContribution(
             batches=self.batches, samples=self.samples, work=self.samples * self.shares[stage],
             seconds=0.0 if self.began_s is None else max(now_s - self.began_s, 0.0), busy_s=metrics.busy_s,
             sent_bytes=metrics.sent_bytes, received_bytes=metrics.received_bytes,
@@ -59,7 +59,9 @@ class _Account:
 class Contributions:
     """`past` are the totals of clusters that have ended, by node; `batches` and `samples` are those of the run."""
 
-    def __init__(self, past: Mapping[str, Contribution] | None = None, *, batches: int = 0, samples: int = 0) -> None:
+    def __init__(
+        self, past: Mapping[str, NodeContribution] | None = None, *, batches: int = 0, samples: int = 0
+    ) -> None:
         self.past = dict(past or {})
         self.batches, self.samples = batches, samples
         self._live: dict[str, _Account] = {}
@@ -94,11 +96,11 @@ class Contributions:
             self.past = self.totals(at_s, only=cluster)
             del self._live[cluster]
 
-    def totals(self, now_s: float, only: str | None = None) -> dict[str, Contribution]:
+    def totals(self, now_s: float, only: str | None = None) -> dict[str, NodeContribution]:
         """Return the totals by node, of the past and of all live clusters, or of `only` this one."""
         totals = dict(self.past)
         for cluster, account in self._live.items():
             if only is None or cluster == only:
                 for stage, name in enumerate(account.members):
-                    totals[name] = totals.get(name, Contribution()).plus(account.of(stage, now_s))
+                    totals[name] = totals.get(name, NodeContribution()).plus(account.of(stage, now_s))
         return totals

@@ -20,10 +20,10 @@ import msgspec
 from ravnest.coordinator import events as on
 from ravnest.coordinator.event_log import describe
 from ravnest.core.metrics import StageMetrics
-from ravnest.dashboard.contributions import Contribution, Contributions
+from ravnest.dashboard.contributions import Contributions, NodeContribution
 from ravnest.dashboard.series import NodeSeries, Series
 
-__all__ = ["EventRow", "PlanRow", "RunHistory", "read_lines"]
+__all__ = ["PlanRow", "RunHistory", "Saved", "load_saved", "read_lines"]
 
 FILE = "dashboard.json"
 
@@ -64,7 +64,7 @@ class Saved(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     document: dict[str, msgspec.Raw] = {}
     events: list[EventRow] = []
     members: dict[str, tuple[str, ...]] = {}
-    past: dict[str, Contribution] = {}
+    past: dict[str, NodeContribution] = {}
     batches: int = 0
     samples: int = 0
 

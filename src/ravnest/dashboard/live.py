@@ -35,14 +35,16 @@ _GIVEN = "given"
 class Dashboard:
     """Records a run and serves its pages. Created before the coordinator; used in its loop alone.
 
-    `port` is that of the listener of this host: None for any, 0 for no listener.
+    `port` is that of the listener of this host: None for any, 0 for no listener. Changes are pushed once per interval.
     """
 
-    def __init__(self, folder: Path, *, port: int | None = None, is_resumed: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, port: int | None = None, is_resumed: bool = False, interval_s: float = 0.5
+    ) -> None:
         self._folder, self._port = folder, port
         self.history = RunHistory(load_saved(folder) if is_resumed else None)
         self._document = LiveDocument(self.history)
-        self._stream = Stream(self._document, self._values)
+        self.viewers = Stream(self._document, self._values, interval_s=interval_s)
         self._service: CoordinatorServer | None = None
         self._listener: LocalListener | None = None
         self._settled = 0
@@ -136,7 +138,7 @@ class Dashboard:
     # data of the pages
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        return await self._stream.serve(request, HEADERS)
+        return await self.viewers.serve(request, HEADERS)
 
     async def node(self, name: str) -> bytes:
         return msgspec.json.encode(self.history.node(name))
@@ -151,4 +153,4 @@ class Dashboard:
         })  # fmt: skip
 
     async def close(self) -> None:
-        self._stream.close()
+        self.viewers.close()

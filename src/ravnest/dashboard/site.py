@@ -30,7 +30,7 @@ from aiohttp import web
 
 from ravnest.errors import LinkError, RequestRejected
 
-__all__ = ["Access", "DashboardData", "LocalListener", "Role", "make_site", "static_files"]
+__all__ = ["HEADERS", "Access", "DashboardData", "LocalListener", "Role", "bearer", "make_site", "static_files"]
 
 Role = Literal["requester", "viewer"]
 

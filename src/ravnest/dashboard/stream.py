@@ -19,7 +19,6 @@ from ravnest.dashboard.document import LiveDocument
 
 __all__ = ["Stream"]
 
-_INTERVAL_S = 0.5
 _MAX_SHARE = 0.05  # of a core
 _MAX_VIEWERS = 64
 _MAX_QUEUED = 16  # messages per viewer
@@ -57,7 +56,7 @@ class Stream:
         document: LiveDocument,
         values: Callable[[], tuple[Mapping[str, Any], str]],
         *,
-        interval_s: float = _INTERVAL_S,
+        interval_s: float = 0.5,
     ) -> None:
         self._document, self._values, self._interval_s = document, values, interval_s
         self._viewers: set[_Viewer] = set()

@@ -64,7 +64,7 @@ export function table(caption, columns, rows, footer = null) {
   const line = (row) => h("tr", {}, columns.map((column, i) => cell(row[i], column, i ? "td" : "th")));
   return h(
     "div",
-    { class: "table", tabindex: 0, role: "region", "aria-label": caption },
+    { class: "table", tabindex: 0, role: "region", "aria-label": `${caption}, table` },
     h(
       "table",
       {},

@@ -88,8 +88,8 @@ function onChange(changed, isAll) {
 
 function speak(changed) {
   const rows = changed.filter((key) => key.startsWith("event/")).map((key) => store.get("event", key.slice(6)));
-  const last = rows.filter((row) => row && SPOKEN.includes(row.kind)).at(-1);
-  if (last) announce(last.text);
+  const spoken = rows.filter((row) => row && SPOKEN.includes(row.kind)).slice(-3);
+  if (spoken.length) announce(spoken.map((row) => row.text).join(". "));
 }
 
 function onState(state, text) {

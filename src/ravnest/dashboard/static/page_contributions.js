@@ -4,7 +4,7 @@ import { h, meter, nodeLink, table } from "./dom.js";
 import { bytes, number, percent, seconds, whole } from "./format.js";
 
 const GIVEN_COLUMNS = [
-  { name: "Node", text: true }, { name: "Share" }, { name: "" }, { name: "Work (samples)" }, { name: "Batches" }, { name: "Time in clusters" },
+  { name: "Node", text: true }, { name: "Share" }, { name: "Work (samples)" }, { name: "Batches" }, { name: "Time in clusters" },
   { name: "Computing" }, { name: "Sent" }, { name: "Received" },
 ];
 
@@ -35,10 +35,10 @@ function contributions(store, rows) {
   const sum = (name) => rows.reduce((total, [, given]) => total + given[name], 0);
   const work = sum("work");
   const lines = rows.map(([name, g]) => [
-    nodeLink(name), percent(work ? g.work / work : NaN, 1), meter(work ? g.work / work : 0, `${percent(work ? g.work / work : 0)} of the work`), number(g.work, g.work < 100 ? 4 : 9),
+    nodeLink(name), h("span", { class: "share" }, meter(work ? g.work / work : 0, "share of the work"), percent(work ? g.work / work : NaN, 1)), number(g.work, g.work < 100 ? 4 : 9),
     whole(g.batches), seconds(g.seconds), seconds(g.busy_s), bytes(g.sent_bytes), bytes(g.received_bytes),
   ]);
-  const total = ["Sum", percent(1), "", number(work, 9), "", seconds(sum("seconds")), seconds(sum("busy_s")), bytes(sum("sent_bytes")), bytes(sum("received_bytes"))];
+  const total = ["Sum", percent(1), number(work, 9), "", seconds(sum("seconds")), seconds(sum("busy_s")), bytes(sum("sent_bytes")), bytes(sum("received_bytes"))];
   const settled = run.settled ?? 0;
   const missing = Math.max(settled - (run.batches ?? 0), 0);
   const text = `The leases count ${whole(settled)} settled batches; ${whole(run.batches)} of them, with ${whole(run.samples)} samples, are in this table` +
