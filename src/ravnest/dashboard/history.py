@@ -28,6 +28,8 @@ __all__ = ["PlanRow", "RunHistory", "Saved", "load_saved", "read_lines"]
 FILE = "dashboard.json"
 
 _MAX_EVENTS = 400
+_FREQUENT = ("LinkEstablished", "NodeAveragingFailed", "NodeConnected", "NodeEnrolled", "NodeReady", "RoundCommitted")
+_MAX_FREQUENT = 60  # events of each of these kinds
 _MAX_CLUSTERS = 1000  # of which members are known
 _MAX_NODES = 5000  # with a series
 _MAX_FILE_BYTES = 256 << 20
@@ -110,6 +112,14 @@ class RunHistory:
             )
             self.events.append(row)
             self._number += 1
+            self._limit(row.kind)
+
+    def _limit(self, kind: str) -> None:
+        """Drop the oldest event of a frequent kind, so that the others are not pushed out."""
+        if kind in _FREQUENT:
+            same = [row for row in self.events if row.kind == kind]
+            if len(same) > _MAX_FREQUENT:
+                self.events.remove(same[0])
 
     def add_plan(self, cluster: str, members: Sequence[str], shares: Sequence[float], content: dict[str, Any]) -> None:
         """Record the plan of a cluster that is forming."""

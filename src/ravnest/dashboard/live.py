@@ -146,9 +146,10 @@ class Dashboard:
     async def access(self) -> bytes:
         assert self._service is not None
         status = self._service.status()
+        has_addresses = self._service.config.port is not None  # unlike nodes of this process
         return msgspec.json.encode({
             "viewer_link": self._listener.access.link("viewer") if self._listener is not None else "",
-            "addresses": {node.name: node.address for node in status.nodes if node.address},
+            "addresses": {node.name: node.address for node in status.nodes if node.address and has_addresses},
             "rejections": status.rejections, "num_rejected": status.num_rejected,
         })  # fmt: skip
 

@@ -182,6 +182,16 @@ def test_events_name_their_nodes_and_hide_addresses() -> None:
     ]
 
 
+def test_frequent_events_do_not_push_out_the_others() -> None:
+    history = RunHistory()
+    history.add_event(on.NodeLost(5.0, "ann", "silent", is_voluntary=False))
+    for number in range(1000):
+        history.add_event(on.RoundCommitted(6.0, number, 0, 0.5))
+    assert history.events[0].kind == "NodeLost"
+    assert history.events[-1].text.startswith("round 999 committed")
+    assert len(history.events) < 100
+
+
 def test_a_saved_history_is_read_back_and_a_broken_one_is_ignored(tmp_path: Path) -> None:
     history = planned("ann", "bob")
     history.add_event(on.NodeLost(5.0, "ann", "silent", is_voluntary=False))

@@ -1,7 +1,7 @@
 // A line chart in SVG: axes, grid, lines, marks, and a cursor for pointer and keyboard.
 
 import { h, s, setText } from "./dom.js";
-import { number } from "./format.js";
+import { axisSeconds, number } from "./format.js";
 
 const PAD = { left: 60, right: 12, top: 10, bottom: 34 };
 const TIMES = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400]; // seconds
@@ -54,7 +54,9 @@ export class Chart {
         parts.push(s("text", { class: "tick", x: PAD.left - 8, y: y + 4, "text-anchor": "end" }, formatY(tick)));
       }
       for (const tick of ticks(x0, x1, width / 110, isTime ? TIMES : null)) {
-        parts.push(s("text", { class: "tick", x: toX(tick), y: this.height - PAD.bottom + 16, "text-anchor": "middle" }, formatX(tick)));
+        const isLast = toX(tick) > width - PAD.right - 28;
+        const place = { x: isLast ? width - PAD.right : toX(tick), "text-anchor": isLast ? "end" : "middle" };
+        parts.push(s("text", { class: "tick", y: this.height - PAD.bottom + 16, ...place }, (isTime ? axisSeconds : formatX)(tick)));
       }
       for (const one of shown) parts.push(...drawn(one, toX, toY, width));
     } else {

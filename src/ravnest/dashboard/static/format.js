@@ -36,6 +36,13 @@ export function seconds(value) {
   return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
+// A time on an axis.
+export function axisSeconds(value) {
+  if (value < 120) return `${number(value, 3)} s`;
+  if (value < 7200) return `${number(value / 60, 3)} min`;
+  return `${number(value / 3600, 3)} h`;
+}
+
 export function percent(value, digits = 0) {
   return Number.isFinite(value) ? `${(100 * value).toFixed(digits)} %` : NONE;
 }

@@ -60,7 +60,7 @@ function memberState(store, cluster, name, stage) {
 
 function clusterRow(store, cluster, known) {
   const stages = cluster.members.map((name, i) => stageCard(store, cluster, name, i));
-  const rate = cluster.samples_per_s && cluster.phase === "training" ? `${number(cluster.samples_per_s, 3)} of ${number(cluster.planned, 3)} samples/s planned` : `${number(cluster.planned, 3)} samples/s planned`;
+  const rate = cluster.samples_per_s && cluster.phase === "training" ? `${number(cluster.samples_per_s, 3)} samples/s, ${number(cluster.planned, 3)} planned` : `${number(cluster.planned, 3)} samples/s planned`;
   return h(
     "section",
     { class: `cluster ${cluster.phase}${known ? "" : " new"}`, "aria-label": `Cluster ${cluster.id}` },

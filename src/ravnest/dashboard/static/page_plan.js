@@ -42,7 +42,7 @@ function clusterPlan(store, id, plan) {
       bytes(stage.sends_bytes), whole(stage.depth), whole(stage.delay),
     ];
   });
-  const rate = cluster?.samples_per_s ? `${number(cluster.samples_per_s, 3)} of ${number(content.samples_per_s, 3)} samples/s planned` : `${number(content.samples_per_s, 3)} samples/s planned`;
+  const rate = cluster?.samples_per_s ? `${number(cluster.samples_per_s, 3)} samples/s, ${number(content.samples_per_s, 3)} planned` : `${number(content.samples_per_s, 3)} samples/s planned`;
   const text = `${rate}; ${whole(content.accumulate)} microbatches a step, at most ${whole(content.max_microbatch)} samples each.`;
   return h(
     "section",

@@ -27,7 +27,7 @@ export function runPage(store, { announce }) {
     h("section", { class: "card wide", "aria-label": "Loss" }, controls(view, labels, redraw), loss.element),
     h("section", { class: "card wide", "aria-label": "Speed" }, h("h2", {}, "Speed"), rate.element),
     card("Where the time goes", h("p", { class: "note" }, "Share of each stage's time since it began to train; at the right, the busy share."), time),
-    card("Staleness", h("p", { class: "note" }, "Updates between the weights a gradient was computed with and those it is applied to."), late),
+    card("Staleness", h("p", { class: "note" }, "Updates between the weights a gradient was computed with and those it is applied to; at the right, the mean."), late),
     h("section", { class: "card wide", "aria-label": "Events" }, h("h2", {}, "Events"), events),
   );
 
@@ -41,7 +41,7 @@ export function runPage(store, { announce }) {
       drawTime(store, time);
       drawStaleness(store, late);
     }
-    if (has("event")) keyed(events, store.events().filter((row) => !MINOR.includes(row.kind)).slice(0, NUM_EVENTS), (row) => row.number, () => "", eventLine);
+    if (has("event")) keyed(events, mainEvents(store), (row) => row.number, () => "", eventLine);
   }
 
   return { element, update, title: "Run" };
@@ -49,6 +49,13 @@ export function runPage(store, { announce }) {
 
 export function eventLine(row) {
   return h("li", { class: row.kind }, h("time", { datetime: new Date(row.at_s * 1000).toISOString() }, clock(row.at_s)), h("span", {}, h("bdi", {}, row.text)));
+}
+
+// Of the rounds, only the latest is news.
+function mainEvents(store) {
+  const rows = store.events().filter((row) => !MINOR.includes(row.kind));
+  const round = rows.find((row) => row.kind === "RoundCommitted");
+  return rows.filter((row) => row.kind !== "RoundCommitted" || row === round).slice(0, NUM_EVENTS);
 }
 
 function controls(view, labels, redraw) {
@@ -177,7 +184,7 @@ function drawStaleness(store, place) {
     const parts = Object.entries(row.metrics.staleness).map(([steps, times]) => [`late-${Math.min(Number(steps), 4)}`, times]);
     const total = parts.reduce((sum, [, times]) => sum + times, 0);
     const late = Object.entries(row.metrics.staleness).reduce((sum, [steps, times]) => sum + steps * times, 0);
-    return { ...row, parts, value: total ? `Ø ${number(late / total, 2)}` : "–" };
+    return { ...row, parts, value: total ? number(late / total, 2) : "–" };
   });
   const worst = Math.max(0, ...stages(store).flatMap((row) => Object.keys(row.metrics.staleness).map(Number)));
   const names = Array.from({ length: Math.min(worst, 4) + 1 }, (_, i) => [`late-${i}`, i === 4 ? "4 or more" : String(i)]);
