@@ -168,11 +168,14 @@ class RunHistory:
         points = self.nodes[name].points if name in self.nodes else []
         return {"name": name, "columns": NodeSeries.COLUMNS, "points": points}
 
-    def save(self, folder: Path, document: Mapping[str, bytes]) -> None:
-        """Replace `dashboard.json`; a full disk costs the file and nothing else."""
+    def save(self, folder: Path, document: Mapping[str, bytes], now_s: float) -> None:
+        """Replace `dashboard.json`; a full disk costs the file and nothing else.
+
+        A run that is killed and resumed continues from the contributions of all clusters at this moment.
+        """
         saved = Saved(
             document={key: msgspec.Raw(value) for key, value in document.items()},
-            events=list(self.events), members=self.members, past=self.contributions.past,
+            events=list(self.events), members=self.members, past=self.contributions.totals(now_s),
             batches=self.contributions.batches, samples=self.contributions.samples,
         )  # fmt: skip
         draft = folder / f".{FILE}"

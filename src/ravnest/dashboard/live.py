@@ -120,10 +120,11 @@ class Dashboard:
             self._save()
 
     def _save(self) -> None:
+        assert self._service is not None
         self._given_s = -1e9
         values, _ = self._values()
         document = {key: msgspec.json.encode(value) for key, value in values.items() if not key.startswith("event/")}
-        self.history.save(self._folder, document)
+        self.history.save(self._folder, document, self._service.coordinator.now_s())
 
     def _values(self) -> tuple[Mapping[str, Any], str]:
         """Return all values; contributions of a few seconds ago are good enough."""

@@ -115,12 +115,16 @@ class Stream:
             self.num_dropped += 1
 
     async def _run(self) -> None:
-        while self._viewers:
-            start_s = time.process_time()
-            self._push()
-            used_s = time.process_time() - start_s
-            await asyncio.sleep(max(self._interval_s, used_s / _MAX_SHARE))
-        self._task = None
+        try:
+            while self._viewers:
+                start_s = time.process_time()
+                self._push()
+                used_s = time.process_time() - start_s
+                await asyncio.sleep(max(self._interval_s, used_s / _MAX_SHARE))
+        finally:
+            self._task = None
+            for viewer in self._viewers:  # after an error: their pages connect again
+                viewer.end()
 
 
 async def _forward(viewer: _Viewer, response: web.StreamResponse) -> None:

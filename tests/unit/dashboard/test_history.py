@@ -196,7 +196,7 @@ def test_a_saved_history_is_read_back_and_a_broken_one_is_ignored(tmp_path: Path
     history = planned("ann", "bob")
     history.add_event(on.NodeLost(5.0, "ann", "silent", is_voluntary=False))
     history.contributions.settle("c1", 4)
-    history.save(tmp_path, {"run": b'{"name":"r"}'})
+    history.save(tmp_path, {"run": b'{"name":"r"}'}, 9.0)
     saved = load_saved(tmp_path)
     assert saved is not None
     again = RunHistory(saved)
@@ -205,6 +205,8 @@ def test_a_saved_history_is_read_back_and_a_broken_one_is_ignored(tmp_path: Path
         history.members,
         4,
     )
+    work = [one.work for one in again.contributions.totals(10.0).values()]
+    assert work == [2.0, 2.0], "also of a cluster that had not ended"
     again.add_event(on.NodeLost(6.0, "bob", "silent", is_voluntary=False))
     assert [row.number for row in again.events] == [0, 1]
     (tmp_path / "dashboard.json").write_bytes(b'{"document": {"run"')

@@ -27,7 +27,7 @@ def folder(path: Path, *, name: str = "ann") -> Path:
     history.add_plan("c1", [name, "bob"], [1.0, 1.0], {"stages": []})
     history.add_event(on.NodeLost(5.0, name, "silent", is_voluntary=False))
     run = {"name": "r", "steps": 9, "steps_done": 2, "end_reason": "done"}
-    history.save(path, {"run": json.dumps(run).encode(), f"node/{name}": json.dumps({"name": name}).encode()})
+    history.save(path, {"run": json.dumps(run).encode(), f"node/{name}": json.dumps({"name": name}).encode()}, 9.0)
     lines = [
         {"step": i, "cluster": "c1", "loss": 3.0 - i, "seconds": i, "samples": 4, "stages": [{"stage": 0}]}
         for i in (1, 2)

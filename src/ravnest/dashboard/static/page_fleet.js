@@ -60,7 +60,7 @@ function memberState(store, cluster, name, stage) {
 
 function clusterRow(store, cluster, known) {
   const stages = cluster.members.map((name, i) => stageCard(store, cluster, name, i));
-  const rate = cluster.samples_per_s && cluster.phase === "training" ? `${number(cluster.samples_per_s, 3)} samples/s, ${number(cluster.planned, 3)} planned` : `${number(cluster.planned, 3)} samples/s planned`;
+  const rate = cluster.samples_per_s && cluster.phase === "training" ? [`${number(cluster.samples_per_s, 3)} samples/s`, `${number(cluster.planned, 3)} planned`] : [`${number(cluster.planned, 3)} samples/s planned`];
   return h(
     "section",
     { class: `cluster ${cluster.phase}${known ? "" : " new"}`, "aria-label": `Cluster ${cluster.id}` },
@@ -69,7 +69,7 @@ function clusterRow(store, cluster, known) {
       { class: "about" },
       h("h2", {}, `Cluster ${cluster.id}`),
       h("p", {}, h("span", { class: `state ${cluster.phase}` }, cluster.phase)),
-      h("p", {}, rate),
+      rate.map((text) => h("p", {}, text)),
       cluster.loss === null ? null : h("p", {}, `loss ${number(cluster.loss, 4)}`),
       cluster.averaging ? h("p", {}, `round ${cluster.averaging.round}: ${seconds(cluster.averaging.seconds)}, ${bytes(cluster.averaging.sent_bytes)}`) : null,
       cluster.phase === "forming" ? h("p", { class: "note" }, `${cluster.ready.filter(Boolean).length} of ${cluster.members.length} ready`) : null,
