@@ -25,16 +25,16 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
 
-  set(series, { xName, yName = "", log = false, formatX = number, formatY = number, fromZero = false, isTime = false }) {
+  set(series, { xName, log = false, formatX = number, formatY = number, fromZero = false, isTime = false }) {
     this.series = series;
-    this.options = { xName, yName, log, formatX, formatY, fromZero, isTime };
+    this.options = { xName, log, formatX, formatY, fromZero, isTime };
     this.draw();
   }
 
   draw() {
     const width = Math.max(this.element.clientWidth, 240);
     if (!this.options) return;
-    const { log, formatX, formatY, xName, yName, fromZero, isTime } = this.options;
+    const { log, formatX, formatY, xName, fromZero, isTime } = this.options;
     const shown = this.series
       .map((one) => ({ ...one, points: one.points.filter(([x, y]) => Number.isFinite(x) && Number.isFinite(y) && !(log && y <= 0)) }))
       .filter((one) => one.points.length);
@@ -70,7 +70,7 @@ export class Chart {
     this.svg.setAttribute("width", width);
     this.svg.replaceChildren(...parts);
     this.svg.setAttribute("aria-label", `${this.title}. ${this.summary()} Arrow keys read the values.`);
-    this.names(yName);
+    this.names();
     this.place(this.cursor);
   }
 

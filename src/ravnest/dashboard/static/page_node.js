@@ -17,7 +17,6 @@ export function nodePage(store, { announce, load }, name) {
   const empty = h("p", { class: "empty" }, "No events of this node");
   const problem = h("p", { class: "empty" });
   let points = [];
-  let began_s = null;
   const element = h(
     "div",
     { class: "page" },
@@ -39,7 +38,7 @@ export function nodePage(store, { announce, load }, name) {
     .catch((error) => setText(problem, error.message));
 
   function draw() {
-    const time = (k, scale = 1) => points.map((p) => [p[0], p[k] * scale]);
+    const time = (k) => points.map((p) => [p[0], p[k]]);
     const shares = [];
     const sent = [];
     const received = [];

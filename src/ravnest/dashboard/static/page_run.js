@@ -1,7 +1,7 @@
 // Run: curves, speed, where the time goes, staleness, progress, events.
 
 import { Chart, smoothed } from "./chart.js";
-import { card, h, keyed, meter, nodeLink, s, setText } from "./dom.js";
+import { card, h, keyed, meter, nodeLink, s } from "./dom.js";
 import { clock, count, number, percent, seconds, whole } from "./format.js";
 
 const AXES = { step: ["step", 0, whole], samples: ["samples", 2, whole], time: ["time", 1, seconds] };

@@ -104,7 +104,7 @@ function split(key) {
   return at < 0 ? [key, ""] : [key.slice(0, at), key.slice(at + 1)];
 }
 
-// Reads the stream for ever. `onState` gets connecting, live, lost, ended, denied or full, and a sentence.
+// Reads the stream for ever. `onState` gets live, lost, ended or denied, and a sentence.
 export async function follow(store, token, onChange, onState) {
   let wait_ms = 500;
   for (;;) {
@@ -120,10 +120,11 @@ export async function follow(store, token, onChange, onState) {
     } catch {
       // the connection failed: try again below
     }
-    if (store.run?.end_reason) onState("ended", "the run has ended");
+    const isOver = Boolean(store.run?.end_reason); // it may be resumed
+    if (isOver) onState("ended", "the run has ended");
     else onState("lost", "no connection, trying again");
     await new Promise((resume) => setTimeout(resume, wait_ms));
-    wait_ms = Math.min(wait_ms * 1.6, 5000);
+    wait_ms = Math.min(wait_ms * 1.6, isOver ? 30000 : 5000);
   }
 }
 
