@@ -21,20 +21,19 @@ from typing import Any
 from ravnest import __version__
 from ravnest.config import num_cores
 from ravnest.coordinator.coordinator import Coordinator
-from ravnest.coordinator.events import Event, PlanCreated
+from ravnest.coordinator.events import Event
 from ravnest.coordinator.policy.averaging import AveragingPolicy
 from ravnest.coordinator.policy.leases import Leases
 from ravnest.coordinator.requester import Microbatch
 from ravnest.coordinator.service import CoordinatorConfig, CoordinatorServer
 from ravnest.coordinator.status import RuntimeStatus
 from ravnest.core.metrics import StageMetrics
-from ravnest.dashboard.history import read_lines
-from ravnest.dashboard.live import Dashboard
 from ravnest.errors import NotFinite, RavnestError, WorkerLost
 from ravnest.run.checkpoint.start import gather
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.cluster_progress import ClusterProgress, RunMonitor
 from ravnest.run.coordinator_thread import CoordinatorThread
+from ravnest.run.dashboard_feed import DashboardFeed
 from ravnest.run.data import Batches, BatchQueue
 from ravnest.run.fleet import fleet_builder, fleet_coordinator
 from ravnest.run.local import LocalNodes, local_builder, local_coordinator, local_nodes
@@ -134,10 +133,8 @@ class RunDriver:
         self._clusters = self._monitor.clusters
         if prepared.nodes is not None:
             prepared.nodes.on_message = lambda text, is_failure: self._monitor.notes.put(NodeMessage(text, is_failure))
-        self._dashboard = Dashboard(
-            job.folder, port=job.config.dashboard_port, is_resumed=job.config.resume is not None
-        )
-        self._monitor.on_line = self._dashboard_line
+        self._dashboard = DashboardFeed(job, prepared.builder)
+        self._monitor.on_line = self._dashboard.add_line
         self._first_batch = 0
         self._ordered = ("", 0)  # the last checkpoint ordered from a cluster that trains alone: cluster, batches
         self.result: PipelinePlan | None = None
@@ -172,7 +169,7 @@ class RunDriver:
             with thread as self._thread, Interrupt() as self._stop, self._open_log() as log:
                 self._has_coordinator = True
                 monitor.begin(thread, log)
-                self._show_dashboard()
+                self._dashboard.begin(thread, self._view)
                 if thread.ticket:
                     self._view.invited(thread.ticket)
                 self._skip(batches)
@@ -201,34 +198,15 @@ class RunDriver:
             prepared.coordinator, requester, run=job.folder.name, steps=job.config.steps, release=__version__,
             first=0 if job.start is None else job.start.manifest.batches,
             resume=job.config.resume is not None and prepared.nodes is None,
-            on_event=self._handle_event, live=self._runtime_status, extend=self._dashboard.attach,
+            on_event=self._handle_event, live=self._runtime_status, extend=self._dashboard.dashboard.attach,
         )  # fmt: skip
         self._resume(server.coordinator.state.leases)
         return server
 
     def _handle_event(self, event: Event) -> None:
         """Called in the coordinator's loop."""
-        if isinstance(event, PlanCreated):
-            builder = self._prepared.builder
-            for spec in event.clusters:
-                shares = builder.work_shares(spec.cuts)
-                self._dashboard.history.add_plan(spec.id, spec.members, shares, builder.plans[spec.id].content())
-        self._dashboard.record(event)
+        self._dashboard.handle_event(event)
         self._monitor.notes.put(EventOccurred(event))
-
-    def _show_dashboard(self) -> None:
-        """Show the link; the curves of a resumed run begin with the lines that its `metrics.jsonl` keeps."""
-        dashboard = self._dashboard
-        for line in read_lines(self._job.folder / "metrics.jsonl"):
-            self._dashboard_line(line)
-        if dashboard.link:
-            self._view.dashboard(dashboard.link)
-        elif dashboard.problem:
-            self._view.message(dashboard.problem)
-
-    def _dashboard_line(self, line: dict[str, Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the coordinator's loop has ended
-            self._thread.soon(lambda _: self._dashboard.history.add_line(line))
 
     def _open_log(self) -> MetricsFile:
         return MetricsFile(self._job.folder / "metrics.jsonl", after=self.progress.step)
