@@ -111,6 +111,8 @@ class Terminal:
                 )
             self.background.append((command, process, output))
             return
+        if "retry" in block.directives:  # each failing attempt takes seconds of the processor
+            self._wait_for_a_step(next(c for c, _, _ in self.background if "--run-dir" in c))
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
             done = self._run(["bash", "-c", command])

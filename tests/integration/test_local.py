@@ -210,6 +210,13 @@ job = ravnest.Job(model=lambda: GPT(config), loss=next_token_loss, data=batches(
 """
 
 
+SLOWLY = """
+import time
+fast = job.data
+job.data = (batch for batch in fast if not time.sleep(0.1))  # other commands need the processor meanwhile
+"""
+
+
 def start(tmp_path: Path, *args: str, text: str = COMMAND) -> subprocess.Popen[str]:
     (tmp_path / "job.py").write_text(text)
     command = [
@@ -261,7 +268,7 @@ def ravnest_command(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_status_generate_and_ctrl_c(tmp_path: Path) -> None:
-    running = start(tmp_path, "--local", "2", "--steps", "100000")
+    running = start(tmp_path, "--local", "2", "--steps", "100000", text=COMMAND + SLOWLY)
     wait_for(lambda: steps_done(tmp_path) > 3, "training")
     workers = children(running)
     folder = str(tmp_path / "run")

