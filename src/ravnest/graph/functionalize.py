@@ -18,7 +18,7 @@ from ravnest.graph.gradient_recorder import CUSTOM_GRADIENT
 from ravnest.graph.ops import ALLOWED, functional_form, is_random, schema_of, writes_statistics
 from ravnest.graph.program import Op, map_refs, refs
 
-__all__ = ["FunctionalGraph", "functionalize"]
+__all__ = ["FunctionalGraph", "functionalize", "written_value"]
 
 _FOREVER = 1 << 60
 
@@ -55,7 +55,7 @@ class _Functionalizer:
         for name in (*self.flat.inputs, *self.flat.state):
             self._allocate(name, allocated_at=0)
         for i, (op, source) in enumerate(zip(self.flat.ops, self.flat.sources, strict=True)):
-            written = _written(op)
+            written = written_value(op)
             if written is None:
                 self._emit(self._with_current_names(op), source)
             else:
@@ -134,7 +134,7 @@ class _Functionalizer:
         return all(self.flat.dtypes.get(name, dtype) == dtype for name in refs(op) if name != target)
 
 
-def _written(op: Op) -> str | None:
+def written_value(op: Op) -> str | None:
     """The value that an in-place op writes to."""
     parts = op.op.split(".")
     if parts[0] != "aten" or not parts[1].endswith("_") or parts[1].endswith("__"):

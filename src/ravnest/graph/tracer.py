@@ -31,7 +31,7 @@ from ravnest.graph.batch import (
     unflatten,
 )
 from ravnest.graph.export import FlatGraph, export_flat
-from ravnest.graph.functionalize import FunctionalGraph, drop_unused, functionalize
+from ravnest.graph.functionalize import FunctionalGraph, drop_unused, functionalize, written_value
 from ravnest.graph.gradient_recorder import HOOKED
 from ravnest.graph.init_recorder import InitLog, record, recording
 from ravnest.graph.lazy import has_lazy, replaced_lazy
@@ -72,11 +72,11 @@ class LossModule(nn.Module):
             output = self.model(**inputs)
         else:
             output = self.model(*inputs) if isinstance(inputs, list | tuple) else self.model(inputs)
+        prediction = _prediction_of(output) if self.returns_prediction else ()  # before the loss, which may change it
         result = _loss_of_output(output) if self.loss is None else self.loss(output, batch["targets"])
         scalar, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         self._check(scalar, metrics)
         self.on_labels(("loss", *metrics))
-        prediction = _prediction_of(output) if self.returns_prediction else ()
         return (scalar, *(metric.detach() for metric in metrics.values()), *prediction)
 
     def _check(self, scalar: Any, metrics: Any) -> None:
@@ -106,7 +106,7 @@ def _prediction_of(output: Any) -> tuple[Tensor, ...]:
     if not isinstance(output, Tensor):
         output = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     is_prediction = isinstance(output, Tensor) and output.dim() == 3 and output.is_floating_point()
-    return (output,) if is_prediction else ()
+    return (output.clone(),) if is_prediction else ()
 
 
 @contextmanager
@@ -236,7 +236,7 @@ def trace(
     if isinstance(model, Pretrained):
         weights = match_weights(model, module, (*collected.state, *collected.idle), collected.ties)
         _check_initialisation(collected, weights, log)
-    prediction = flat.outputs.pop() if len(flat.outputs) > len(labels[-1]) else ""
+    prediction = _take_prediction(flat, flat.outputs.pop()) if len(flat.outputs) > len(labels[-1]) else ""
     graph = _functional_graph(flat, collected)
     feed = BatchLayout(structure, loss is not None, inputs, narrowed(lengths, flat.ranges))
     return replace(_assemble(flat, graph, collected, feed, labels[-1], log, prediction), pretrained=weights)
@@ -347,6 +347,15 @@ def _assemble(
         prediction=None if tail is None else values[names[prediction]],
         untraced=flat.untraced,
     )
+
+
+def _take_prediction(flat: FlatGraph, copy: str) -> str:
+    """Remove the copy of the model's output; return the output's name, or nothing if it may be written to later."""
+    index = next(i for i, op in enumerate(flat.ops) if op.outs == (copy,))
+    prediction = str(flat.ops.pop(index).args[0])[1:]
+    del flat.sources[index]
+    made = next((i for i, op in enumerate(flat.ops) if prediction in op.outs), len(flat.ops))
+    return "" if any(written_value(op) is not None for op in flat.ops[made + 1 :]) else prediction
 
 
 def _ops_after(ops: Sequence[Op], prediction: str, state: Sequence[StateSpec]) -> tuple[int, int] | None:

@@ -134,6 +134,35 @@ def test_a_loss_with_weights_keeps_its_cuts() -> None:
     assert trace(gpt(), WithHead(), (ids(), ids())).prediction is None
 
 
+class Scaled(nn.Module):
+    """A model that writes to its output, in itself or by its loss."""
+
+    def __init__(self, *, by_itself: bool) -> None:
+        super().__init__()
+        self.inner, self.by_itself = gpt(), by_itself
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.inner(tokens)
+        if self.by_itself:
+            output.mul_(-1.0)
+        return output
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_an_output_that_is_written_to_is_predicted_as_returned_or_not_at_all(by_itself: bool) -> None:
+    torch.manual_seed(0)
+    model = Scaled(by_itself=by_itself)
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(output if by_itself else output.mul_(-1.0), targets)
+
+    program = trace(model, loss, (ids(), ids()))
+    if program.prediction is not None:
+        best, _ = predicted(program, split(program, []), ids(1, 5)[0].tolist())
+        with torch.no_grad():
+            assert best[0] == int(model.eval()(ids(1, 5))[0, -1].argmax())
+
+
 @pytest.mark.parametrize(
     "change",
     [
