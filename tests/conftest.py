@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import time
@@ -13,10 +14,14 @@ import torch
 from hypothesis import settings
 
 from ravnest.cli.main import main
-from ravnest.graph import timing
+from ravnest.graph import Costs, Program, timing
+from ravnest.graph.timing import OpSeconds
 from ravnest.profiling import overhead, speed
+from ravnest.profiling.overhead import StageOverhead
+from ravnest.run import plan as job_plan
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000, 50, 50)  # tracing makes many objects and few cycles: 8 % of its time
 settings.register_profile("fixed", derandomize=True)  # the same examples every time
 settings.register_profile("random")  # `make test ARGS=--hypothesis-profile=random` searches for new ones
 settings.load_profile("fixed")
@@ -33,6 +38,26 @@ def _timeout_s(item: pytest.Item) -> float:
     if marker is not None and marker.args[0] > 100:
         return float(marker.args[0])
     return 1.0 if item.get_closest_marker("slow") is not None else 0.0
+
+
+GFLOPS = 10.0  # of the machine that operations are timed on
+
+
+def _seconds_by_flops(program: Program, costs: Costs) -> list[OpSeconds]:
+    return [OpSeconds(op.forward_flops / GFLOPS / 1e9, op.backward_flops / GFLOPS / 1e9) for op in costs.ops]
+
+
+@pytest.fixture
+def fixed_op_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operation times that follow from the work alone, so that no plan depends on this machine's speed."""
+    monkeypatch.setattr(job_plan, "time_ops", _seconds_by_flops)
+
+
+@pytest.fixture
+def fixed_times(fixed_op_times: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `fixed_op_times`, with a fixed overhead: local runs with the same options have the same cuts."""
+    fixed = StageOverhead(1e-10, 5e-10, 1e-10)
+    monkeypatch.setattr(job_plan, "measure_overhead", lambda *args, **options: fixed)
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ def test_a_run_trains_and_leaves_what_it_promises(tmp_path: Path) -> None:
     assert all(max(m.staleness) == 1 and m.versions <= 2 for m in run.stages.values())
 
 
+@pytest.mark.usefixtures("fixed_times")
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     """Dropout, clipping and tied weights included; another number of nodes sums in another order, no more."""
     first, again, other = (

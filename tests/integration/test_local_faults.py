@@ -130,6 +130,7 @@ def check_end(run: LocalRun, num_kills: int) -> None:
     assert load_file(run.folder / "model.safetensors")
 
 
+@pytest.mark.soak
 def test_a_single_cluster_continues_after_a_kill(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, "--local", "3")
     try:

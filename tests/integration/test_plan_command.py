@@ -15,15 +15,13 @@ import torch
 
 import ravnest
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
-from ravnest.graph import Costs, Cutter, Program, legal_cuts, measure_costs, trace
-from ravnest.graph.timing import OpSeconds
+from ravnest.graph import Cutter, legal_cuts, measure_costs, trace
 from ravnest.pipeline.tensor_codec import TensorCodec, as_bytes
 from ravnest.planner.node_file import read_nodes
-from ravnest.run import plan as job_plan
 from ravnest.run.fleet_plan import compressed, sent_bytes
 from ravnest.run.plan import chain_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fixed_op_times")]
 
 EXAMPLES = Path(ravnest.__file__).parent / "examples"
 JOB = """
@@ -46,17 +44,6 @@ speed = 10.0
 site = "home"
 """
 RunCli = Callable[..., tuple[int, str, str]]
-GFLOPS = 10.0  # of the machine that the operations are timed on
-
-
-def seconds_by_flops(program: Program, costs: Costs) -> list[OpSeconds]:
-    """Operation times that follow from the work alone, so that no plan depends on this machine's speed."""
-    return [OpSeconds(op.forward_flops / GFLOPS / 1e9, op.backward_flops / GFLOPS / 1e9) for op in costs.ops]
-
-
-@pytest.fixture(autouse=True)
-def fixed_op_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_plan, "time_ops", seconds_by_flops)
 
 
 class Ravnest:
