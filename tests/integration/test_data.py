@@ -106,7 +106,7 @@ job = ravnest.Job(
 """
 
 
-@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("is_persistent", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_loader_with_processes_leaves_none_after_ctrl_c(is_persistent: bool, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(LOADER.replace("PERSISTENT", str(is_persistent)))
     command = [sys.executable, "-m", "ravnest", "train", "job.py", "--local", "2", "--run-dir", "run"]

@@ -130,6 +130,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(through: Path, tmp_path: Path
     assert [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.soak
 def test_on_other_nodes_it_goes_on_the_same(tmp_path: Path) -> None:
     """Synchronous, and no random numbers, which depend on the stage: other cuts change nothing at all."""
     write_job(tmp_path, dropout=0.0, clip="")
