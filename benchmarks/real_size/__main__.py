@@ -33,6 +33,7 @@ from testbed import Testbed, TestbedUnavailable, missing
 
 MARGIN = 1.06  # of the memory that the plan needs
 AGENT_BYTES = 110_000_000  # of a PC's agent, beside its worker
+LEAST_BYTES = 850_000_000  # with which a PC can be measured; more than the small model needs
 TIMEOUT_S = 3600.0
 
 
@@ -83,7 +84,7 @@ class Trained:
 def measure(size: Size, folder: Path, model: str, mode: str) -> Trained:
     folder.mkdir(parents=True)
     needed = least_memory(size, make_job(size.name, folder=model), mode)
-    lent = int(MARGIN * needed)
+    lent = max(int(MARGIN * needed), LEAST_BYTES)
     sys.stderr.write(f"each of {size.pcs} PCs needs {format_bytes(needed)} and lends {format_bytes(lent)}\n")
     job = f"from benchmarks.real_size.task import make_job\n\njob = make_job({size.name!r}, folder={model!r})\n"
     options = ["--steps", str(size.steps), "--memory-mode", mode, "--replicas", "0", "--no-verify"]
