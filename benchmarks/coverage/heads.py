@@ -1,7 +1,6 @@
 """Inputs, labels and losses for the tasks of `transformers`' auto classes.
 
-What an architecture takes is found by trying: each task has a few candidate inputs, and the first that plain PyTorch
-accepts is used.
+Each task has a few candidate inputs; the first that plain PyTorch accepts for an architecture is used.
 """
 
 from __future__ import annotations

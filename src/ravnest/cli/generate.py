@@ -49,11 +49,12 @@ def generate(
     """
     from ravnest.run.generate import generate_tokens
 
+    target = _running(run)
     coder = _coder(run, tokenizer, job) if not ids else _Numbers()
     start = list(coder.encode(prompt))
     stop = getattr(coder, "eos_token_id", None)
     shown = ""
-    with _predictor(run, job) as predict:
+    with _predictor(run, target, job) as predict:
         made: list[int] = []
         for token in generate_tokens(predict, start, tokens, temperature=temperature, seed=seed, stop=stop):
             made.append(token)
@@ -105,11 +106,11 @@ def _job(run: str, job: Path | None) -> Any:
 
 
 @contextlib.contextmanager
-def _predictor(run: str, job: Path | None) -> Iterator[Predict]:
+def _predictor(run: str, target: CoordinatorTarget | None, job: Path | None) -> Iterator[Predict]:
     """Yield the prediction by the running stages, else by the weights of the run's directory."""
     from ravnest.run.generate import CheckpointPredictor
 
-    if (target := _running(run)) is not None:
+    if target is not None:
         with asyncio.Runner() as runner:
             yield lambda tokens: runner.run(_ask(target, tokens))
         return
@@ -119,6 +120,7 @@ def _predictor(run: str, job: Path | None) -> Iterator[Predict]:
 
 
 def _running(run: str) -> CoordinatorTarget | None:
+    """Return the coordinator of a running run; None for the directory of a run that has ended."""
     from ravnest.cli.target import find_target
 
     is_directory = Path(run).is_dir()

@@ -27,7 +27,7 @@ from ravnest.coordinator.policy.replication import RestorePlan
 from ravnest.coordinator.requester import Microbatch, StageFiles
 from ravnest.core.metrics import StageMetrics
 from ravnest.errors import FrameError
-from ravnest.protocol.commands import Command, EndAfter, PredictionReport, SaveState
+from ravnest.protocol.commands import MAX_CANDIDATES, Command, EndAfter, PredictionReport, SaveState
 from ravnest.protocol.control import Assignment, DesiredAssignment, ReplicaSource, StageCommand
 from ravnest.protocol.peer import Peer
 from ravnest.protocol.pipeline import feed_purpose
@@ -36,7 +36,6 @@ from ravnest.transport.introduction import Introduction
 __all__ = ["ActiveCluster", "ClusterService", "PreparedCluster"]
 
 _RETIRE_TIMEOUT_S = 30.0  # for a retired cluster to train the batches it has
-_MAX_CANDIDATES = 64
 
 Prediction = tuple[tuple[int, ...], tuple[float | None, ...]]  # tokens, the most probable first, and their scores
 
@@ -382,7 +381,7 @@ class ClusterService:
     def handle_prediction(self, report: PredictionReport) -> None:
         """Answer the request that a prediction belongs to; it may have timed out."""
         sizes = [len(row) for row in (*report.tokens, *report.scores)]
-        if len(report.tokens) != 1 or len(sizes) != 2 or not 1 <= sizes[0] == sizes[1] <= _MAX_CANDIDATES:
+        if len(report.tokens) != 1 or len(sizes) != 2 or not 1 <= sizes[0] == sizes[1] <= MAX_CANDIDATES:
             raise FrameError("the prediction does not belong to one prompt")
         _, answer = self._predictions.get(report.number, ("", None))
         if answer is not None and not answer.done():

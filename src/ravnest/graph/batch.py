@@ -130,7 +130,7 @@ def _container(kind: type, keys: Sequence[Any], parts: list[Any]) -> Any:
 
 
 def structure_difference(first: Any, other: Any, path: str) -> str:
-    """Describe the first difference between two structures, with its path; empty if there is none."""
+    """Describe the first difference between two structures, with its path; an empty text if they are equal."""
     if isinstance(first, _Node) and isinstance(other, _Node):
         if first.kind is not other.kind:
             return f"{path} is a {other.kind.__name__}, it was a {first.kind.__name__} in the first batch"

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ravnest.graph.batch import BatchLayout, unflatten
 from ravnest.graph.program import DTYPES, Program, Stage, Value, refs, resolve_dim
+from ravnest.protocol.commands import MAX_CANDIDATES
 
 __all__ = ["PromptEncoder", "best_tokens", "prediction_stage"]
 
-_MAX_CANDIDATES = 64
 _TOKENS, _MASK = "input_ids", "attention_mask"
 
 
@@ -42,7 +42,7 @@ def best_tokens(prediction: Tensor, positions: Sequence[int]) -> tuple[list[list
     if len(positions) != samples or not all(0 <= position < length for position in positions):
         raise ValueError(f"{len(positions)} positions do not match {samples} samples of length {length}")
     rows = prediction[torch.arange(samples), torch.tensor(positions)].float()
-    scores, tokens = rows.topk(min(_MAX_CANDIDATES, rows.shape[1]), dim=1)
+    scores, tokens = rows.topk(min(MAX_CANDIDATES, rows.shape[1]), dim=1)
     return tokens.tolist(), scores.tolist()
 
 
@@ -70,8 +70,8 @@ class PromptEncoder:
         """The inputs of one sample, and the position of the prediction in it."""
         if not tokens:
             raise ValueError("a prompt needs at least one token")
-        if wrong := next((token for token in tokens if not 0 <= token < self.vocabulary), None):
-            raise ValueError(f"token {wrong} is not in the model's vocabulary of {self.vocabulary}")
+        if wrong := [token for token in tokens if not 0 <= token < self.vocabulary]:
+            raise ValueError(f"token {wrong[0]} is not in the model's vocabulary of {self.vocabulary}")
         tokens = tokens[-self._length :]
         made = [self._input(kind, value, tokens) for kind, value in zip(self._kinds, self._values, strict=True)]
         return made, len(tokens) - 1

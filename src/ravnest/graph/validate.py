@@ -351,7 +351,7 @@ def check_stage(stage: Stage, limits: StageLimits) -> None:
     _check_limit("parameters and buffers", len(stage.state), limits.state)
     _check_limit("inputs", len(stage.inputs), limits.ports)
     _check_limit("outputs", len(stage.outputs), limits.ports)
-    kinds: dict[str, str] = {}  # value -> tensor or number, for all defined so far
+    kinds: dict[str, str] = {}  # defined value -> tensor or number
     for value in stage.inputs:
         _check_value(value, limits)
         _define(value.name, "number" if value.dtype in SCALARS else "tensor", kinds, "input")

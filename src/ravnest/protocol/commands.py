@@ -11,6 +11,7 @@ from ravnest.core.metrics import StageMetrics
 from ravnest.protocol.peer import Peer
 
 __all__ = [
+    "MAX_CANDIDATES",
     "AbortAveraging",
     "StartAveraging",
     "CommitAverage",
@@ -35,6 +36,9 @@ __all__ = [
     "AverageApplied",
     "StepReport",
 ]
+
+
+MAX_CANDIDATES = 64  # tokens of a prediction
 
 
 class EndAfter(TaggedRecord, frozen=True):
@@ -133,7 +137,7 @@ class EvaluationReport(TaggedRecord, frozen=True):
 
 
 class PredictionReport(TaggedRecord, frozen=True):
-    """The most probable next tokens of each sample, best first, and their scores."""
+    """The most probable next tokens of each sample, best first, at most `MAX_CANDIDATES`, and their scores."""
 
     number: int
     tokens: tuple[tuple[int, ...], ...]

@@ -140,7 +140,7 @@ class _StepLosses:
 
 @dataclass
 class Evaluation:
-    """Held-out microbatches in flight, and the results so far: (samples, values) of each."""
+    """Held-out microbatches in flight, and the received results: (samples, values) of each."""
 
     step: int
     first: int  # the number of its first microbatch
