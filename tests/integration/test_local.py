@@ -363,7 +363,7 @@ job.loss = lambda y, t: loss(Round.apply(y * 4), t)
     "model fails": (
         COMMAND + "job.data = [(torch.full((8, 16), 999),) * 2]",
         [],
-        r"the model fails on one of the first batches: IndexError: index out of range",
+        r"the model's forward pass fails on one of the first batches: IndexError: index out of range",
     ),
     "changing shapes": (
         COMMAND + "job.data = [(torch.zeros(8, n, dtype=torch.int64),) * 2 for n in (16, 15)]",

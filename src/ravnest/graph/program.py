@@ -219,6 +219,11 @@ class Program:
         return self.init_log is not None and self.pretrained is None
 
     @property
+    def has_batch_dimension(self) -> bool:
+        """Whether it takes batches of different sizes."""
+        return any(v.shape and isinstance(v.shape[0], tuple) for v in self.inputs)
+
+    @property
     def num_parameters(self) -> int:
         return sum(prod(s.shape) for s in self.state if s.kind == "parameter")
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,23 @@ from torch.nn.modules._functions import BackwardHookFunction, CrossMapLRN2d
 from torch.utils.checkpoint import CheckpointFunction
 
 from ravnest.errors import TraceError
+from ravnest.graph.comparison import (
+    StepResult,
+    are_equal,
+    differ,
+    differences,
+    largest_difference,
+    relative_difference,
+)
 from ravnest.graph.cut import Cutter
 from ravnest.graph.interpreter import Interpreter, Tape
 from ravnest.graph.lazy import has_lazy
 from ravnest.graph.limits import StageLimits
-from ravnest.graph.ops import eval_arguments, is_random
+from ravnest.graph.microbatch_effect import SplitBatch
 from ravnest.graph.pretrained import Pretrained
 from ravnest.graph.program import Program, Stage, StateSpec
 from ravnest.graph.serialization import dump, load
+from ravnest.graph.tensor_files import TensorFiles
 from ravnest.graph.tracer import Loss, LossModule, first_forward, training_mode
 from ravnest.graph.weights import initialise, start_tensors
 
@@ -42,9 +52,7 @@ _EXACT = (CheckpointFunction, BackwardHookFunction, CrossMapLRN2d)  # of torch's
 _NUM_STAGES = 3
 _SEED = 20_240_101
 _NO_LIMIT = 1 << 50
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 _REPEATABLE = 1e-5  # difference of two losses from the same numbers: other random numbers change it by more
-_NEGLIGIBLE = 1e-4  # of the largest gradient: smaller ones are sums of rounding errors
 _PYTHON_RANDOM = "the forward pass uses random numbers of Python or NumPy, which are fixed when it is traced"
 _UNKNOWN = "code that behaves differently when it is traced"
 _REMEDY = "Replace it, or turn this check off with verify=False if the difference is intended"
@@ -61,16 +69,6 @@ class Verification:
     gradient_effect: float = 0.0  # the same of gradients, if the model has backward passes of its own
 
 
-@dataclass
-class _Step:
-    """What one forward and backward pass gave."""
-
-    loss: Tensor
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    cause: str = ""  # a construct that tracing does not see
-
-
 def verify(
     program: Program,
     model: Any,
@@ -80,6 +78,7 @@ def verify(
     seed: int,
     second: Sequence[Tensor] | None = None,
     weights: tuple[float, float] | None = None,
+    folder: Path | None = None,
 ) -> Verification:
     """Compare the program with the model that it was traced from.
 
@@ -91,29 +90,34 @@ def verify(
         seed: The seed of the initial weights, if `model` is a function.
         second: Another microbatch, to find out whether the loss of a batch is the mean of its microbatches' losses.
         weights: The weights of both microbatches in that mean. Default: their samples.
+        folder: Keep weights and gradients in unnamed files of this directory. Default: in memory.
 
     Raises:
         TraceError: if the program would train something else; the message names the parameter and the likely cause.
     """
     is_built = not isinstance(model, nn.Module)
+    files = None if folder is None else TensorFiles(folder)
     with _restored_generators():
         if is_built:
             torch.manual_seed(seed)
-            model = (model.builder if isinstance(model, Pretrained) else model)()
+            with files or nullcontext():
+                model = (model.builder if isinstance(model, Pretrained) else model)()
         stages = _stages(program, leaves)
         module = LossModule(model, loss, program.feed.structure, lambda labels: None)
-        if has_lazy(module):
-            first_forward(module, leaves)
-        own = _named_tensors(module)
-        if program.pretrained is not None:
-            state = _loaded_state(program, own, seed)
-        elif is_built:
-            state = _initial_state(program, stages, seed)
-            _check_initial(state, own)
-        else:
-            state = _shared_state(program.state, program.tensors)
-        expected = _run_model(module, leaves)
-        actual = _run_stages(program, stages, state, leaves)
+        with files or nullcontext():
+            if has_lazy(module):
+                first_forward(module, leaves)
+            own = _named_tensors(module)
+            if program.pretrained is not None:
+                state = _loaded_state(program, own, seed)
+            elif is_built:
+                state = _initial_state(program, stages, seed)
+                _check_initial(state, own)
+            else:
+                state = _shared_state(program.state, program.tensors)
+        expected = _run_model(module, leaves, files)
+        with files.gradients_of(state.values()) if files else nullcontext():
+            actual = _run_stages(program, stages, state, leaves)
         result = _compare(program, expected, actual, module, leaves)
         _check_repeatable(module, leaves, expected)
         if second is None:
@@ -122,88 +126,9 @@ def verify(
         if not all(sizes):  # a microbatch without weight is not trained
             return result
         shares = sizes[0] / sum(sizes), sizes[1] / sum(sizes)
-        return replace(
-            result,
-            batch_effect=_batch_effect(program, stages, state, leaves, second, shares),
-            gradient_effect=_gradient_effect(program, stages, state, leaves, second, shares),
-        )
-
-
-def _batch_effect(
-    program: Program,
-    stages: Sequence[Stage],
-    state: Mapping[str, Tensor],
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    shares: tuple[float, float],
-) -> float:
-    """Compare the loss of two microbatches together with the mean of their losses, as in evaluation."""
-    both = _joined(program, first, second)
-    with torch.no_grad():
-        losses = [float(_evaluate(program, stages, state, leaves)) for leaves in (first, second, both)]
-    mean = losses[0] * shares[0] + losses[1] * shares[1]
-    return abs(losses[2] - mean) / max(abs(mean), abs(losses[2]), 1e-30)
-
-
-def _gradient_effect(
-    program: Program,
-    stages: Sequence[Stage],
-    state: Mapping[str, Tensor],
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    shares: tuple[float, float],
-) -> float:
-    """Compare the gradients of two microbatches together with the sum of theirs, as in evaluation.
-
-    They differ if a backward pass of the model's own is not linear, such as a hook that clips a parameter's gradient.
-    """
-    if all(op.backward is None for op in program.ops) or _draws_in_evaluation(stages):
-        return 0.0
-    both = _joined(program, first, second)
-    whole, *parts = (
-        _evaluated_gradients(program, stages, state, leaves, share)
-        for leaves, share in ((both, 1.0), (first, shares[0]), (second, shares[1]))
-    )
-    effects = [
-        float((gradient - sum(part[name] for part in parts)).abs().max()) / max(float(gradient.abs().max()), 1e-30)
-        for name, gradient in whole.items()
-        if gradient.numel() and all(name in part for part in parts)
-    ]
-    return max(effects, default=0.0)
-
-
-def _draws_in_evaluation(stages: Sequence[Stage]) -> bool:
-    return any(is_random(op.op) and not eval_arguments(op.op) for stage in stages for op in stage.ops)
-
-
-def _joined(program: Program, first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
-    """Two microbatches as one."""
-    is_batched = [bool(v.shape) and isinstance(v.shape[0], tuple) for v in program.inputs]
-    return [torch.cat([a, b]) if split else a for a, b, split in zip(first, second, is_batched, strict=True)]
-
-
-def _evaluate(
-    program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], leaves: Sequence[Tensor]
-) -> Tensor:
-    """The loss in evaluation."""
-    values: dict[str, Any] = {v.name: leaf for v, leaf in zip(program.inputs, leaves, strict=True)}
-    for stage in stages:
-        outputs = Interpreter(stage)(state, [values[v.name] for v in stage.inputs], training=False)
-        values |= {v.name: output for v, output in zip(stage.outputs, outputs, strict=True)}
-    loss: Tensor = outputs[0]
-    return loss
-
-
-def _evaluated_gradients(
-    program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], leaves: Sequence[Tensor], share: float
-) -> dict[str, Tensor]:
-    parameters = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
-    with torch.enable_grad():
-        loss = _evaluate(program, stages, state, leaves)
-        if not loss.requires_grad:
-            return {}
-        found = torch.autograd.grad(loss, list(parameters.values()), torch.full_like(loss, share), allow_unused=True)
-    return {name: gradient for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
+        split = SplitBatch(program, stages, state, leaves, second, shares)
+        with files or nullcontext():
+            return replace(result, batch_effect=split.loss_effect(), gradient_effect=split.gradient_effect())
 
 
 def _stages(program: Program, leaves: Sequence[Tensor]) -> list[Stage]:
@@ -258,14 +183,16 @@ def _initial_state(program: Program, stages: Sequence[Stage], seed: int) -> dict
 
 def _check_initial(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     for name, tensor in state.items():
-        if name in own and not _equal(tensor.detach(), own[name].detach()):
+        if name in own and not are_equal(tensor.detach(), own[name].detach()):
             raise TraceError(
                 f"the builder gives {name} another initial value each time, or makes it outside torch's generator; "
                 "draw it with torch after torch.manual_seed, or pass the model itself instead of a builder"
             )
 
 
-def _run_model(module: LossModule, leaves: Sequence[Tensor], *, backward: bool = True) -> _Step:
+def _run_model(
+    module: LossModule, leaves: Sequence[Tensor], files: TensorFiles | None = None, *, backward: bool = True
+) -> StepResult:
     """One step of plain PyTorch; the module's gradients and buffers are as before afterwards."""
     gradients = [(p, p.grad) for p in module.parameters()]
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
@@ -275,12 +202,14 @@ def _run_model(module: LossModule, leaves: Sequence[Tensor], *, backward: bool =
     try:
         with training_mode(module), torch.enable_grad():
             torch.manual_seed(_SEED)
-            loss = _loss_of(module, leaves)
-            step = _Step(loss.detach(), cause=_cause(module, loss))
+            with _failures("forward"):
+                loss: Tensor = module(*leaves)[0]
+            step = StepResult(loss.detach(), cause=_cause(module, loss))
             if (random.getstate(), _numpy_state()) != (python_state, numpy_state):
                 step.cause = _PYTHON_RANDOM
             if loss.requires_grad and backward:
-                loss.backward()  # type: ignore[no-untyped-call]
+                with files.gradients_of(module.parameters()) if files else nullcontext(), _failures("backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
         named = _named_tensors(module)
         step.gradients = {n: p.grad for n, p in named.items() if isinstance(p, nn.Parameter) and p.grad is not None}
         step.buffers = {n: b.detach().clone() for n, b in named.items() if not isinstance(b, nn.Parameter)}
@@ -293,10 +222,10 @@ def _run_model(module: LossModule, leaves: Sequence[Tensor], *, backward: bool =
             parameter.grad = gradient
 
 
-def _check_repeatable(module: LossModule, leaves: Sequence[Tensor], first: _Step) -> None:
+def _check_repeatable(module: LossModule, leaves: Sequence[Tensor], first: StepResult) -> None:
     """Reject a model that changes itself in its forward pass: a program would repeat the first one for ever."""
     second = _run_model(module, leaves, backward=False).loss
-    if _relative(first.loss, second) > _REPEATABLE and not _equal(first.loss, second):
+    if relative_difference(first.loss, second) > _REPEATABLE and not are_equal(first.loss, second):
         raise TraceError(
             "the model gives another loss the second time, for the same microbatch and random numbers: its forward "
             "pass changes the model (a counter, a cache, layers that it replaces), which a traced program cannot do. "
@@ -304,26 +233,29 @@ def _check_repeatable(module: LossModule, leaves: Sequence[Tensor], first: _Step
         )
 
 
-def _loss_of(module: LossModule, leaves: Sequence[Tensor]) -> Tensor:
+@contextmanager
+def _failures(direction: str) -> Iterator[None]:
+    """Any exception here is raised by the user's model."""
     try:
-        loss: Tensor = module(*leaves)[0]
+        yield
     except TraceError:
         raise
-    except Exception as error:  # any exception here is raised by the user's model
-        raise TraceError(f"the model fails on one of the first batches: {type(error).__name__}: {error}") from error
-    return loss
+    except Exception as error:
+        raise TraceError(
+            f"the model's {direction} pass fails on one of the first batches: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _run_stages(
     program: Program, stages: Sequence[Stage], state: Mapping[str, Tensor], leaves: Sequence[Tensor]
-) -> _Step:
+) -> StepResult:
     torch.manual_seed(_SEED)
     values: dict[str, Any] = {v.name: leaf for v, leaf in zip(program.inputs, leaves, strict=True)}
     tapes: list[Tape] = []
     for stage in stages:
         tapes.append(Tape(Interpreter(stage), state, [values[v.name] for v in stage.inputs]))
         values |= {v.name: output for v, output in zip(stage.outputs, tapes[-1].outputs, strict=True)}
-    step = _Step(tapes[-1].outputs[0])
+    step = StepResult(tapes[-1].outputs[0])
     gradients: dict[str, Tensor | None] | None = None
     for stage, tape in zip(reversed(stages), reversed(tapes), strict=True):
         given = None if gradients is None else [gradients.get(v.name) for v in stage.outputs]
@@ -337,85 +269,29 @@ def _run_stages(
 
 
 def _compare(
-    program: Program, expected: _Step, actual: _Step, module: LossModule, leaves: Sequence[Tensor]
+    program: Program, expected: StepResult, actual: StepResult, module: LossModule, leaves: Sequence[Tensor]
 ) -> Verification:
     """Raise `TraceError` for the first difference beyond rounding."""
     if expected.cause == _PYTHON_RANDOM:
         raise TraceError(f"{expected.cause}. Use torch's random numbers")
-    differences = dict(_differences(program, expected, actual))
-    if not differences:
-        pairs = [(expected.gradients[n], g) for n, g in actual.gradients.items() if n in expected.gradients]
-        largest = max((_relative(a, b) for a, b in pairs), default=0.0)
-        is_exact = largest == 0.0 and _equal(expected.loss, actual.loss)
+    found = dict(differences(expected, actual, program.ties))
+    if not found:
+        largest = largest_difference(expected, actual)
+        is_exact = largest == 0.0 and are_equal(expected.loss, actual.loss)
         return Verification(is_exact, largest, float(expected.loss))
     untraced = "; ".join(program.untraced)
     cause = untraced or expected.cause or _instability(expected, _run_model(module, leaves))
-    text = next(iter(differences.values()))
-    more = f", and {len(differences) - 1} more differ" if len(differences) > 1 else ""
+    text = next(iter(found.values()))
+    more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
     raise TraceError(
         f"the traced program does not train as the model does: {text}{more}. "
         f"Likely cause: {cause or _UNKNOWN}. {_REMEDY}"
     )
 
 
-def _differences(program: Program, expected: _Step, actual: _Step) -> Iterator[tuple[str, str]]:
-    if _differs(expected.loss, actual.loss, 0.0):
-        yield "loss", f"its loss is {float(actual.loss):.6g}, that of the model {float(expected.loss):.6g}"
-    largest = max((float(g.detach().abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
-    ties = program.ties
-    merged = {ties.get(name, name): gradient for name, gradient in expected.gradients.items()}
-    for name in sorted({*merged, *actual.gradients}):
-        wanted, found = merged.get(name), actual.gradients.get(name)
-        if wanted is None or found is None:
-            present = wanted if found is None else found
-            assert present is not None
-            if float(present.detach().abs().max() if present.numel() else 0.0) > _NEGLIGIBLE * largest:
-                yield name, f"{name} has {'no gradient' if found is None else 'a gradient'}, unlike in the model"
-        elif _differs(wanted, found, _NEGLIGIBLE * largest):
-            yield (
-                name,
-                f"the gradient of {name} differs by {float((wanted - found).abs().max()):.3g}, "
-                f"its largest element is {float(wanted.abs().max()):.3g}",
-            )
-    for name, found in actual.buffers.items():
-        wanted = expected.buffers.get(name)
-        if wanted is not None and _differs(wanted, found, 0.0):
-            yield name, f"the buffer {name} has another value after a step"
-
-
-def _differs(wanted: Tensor, found: Tensor, floor: float) -> bool:
-    """Whether two tensors differ by more than rounding, relative to the largest element (at least `floor`)."""
-    if wanted.shape != found.shape:
-        return True
-    if _equal(wanted, found) or not wanted.numel():
-        return False
-    if not (wanted.is_floating_point() or wanted.is_complex()):
-        return True
-    scale = max(float(wanted.abs().max()), floor, 1e-30)
-    difference = (
-        float((wanted.double() - found.double()).abs().max())
-        if not wanted.is_complex()
-        else float((wanted - found).abs().max())
-    )
-    return not difference <= _TOLERANCE.get(wanted.dtype, 1e-3) * scale
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether all elements are equal, NaN to NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool(torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())))
-
-
-def _relative(wanted: Tensor, found: Tensor) -> float:
-    if not wanted.numel() or torch.equal(wanted, found):
-        return 0.0
-    return float((wanted - found).abs().max()) / max(float(wanted.abs().max()), 1e-30)
-
-
-def _instability(first: _Step, second: _Step) -> str:
+def _instability(first: StepResult, second: StepResult) -> str:
     """The cause, if the model itself gives different results for the same microbatch."""
-    if _differs(first.loss, second.loss, 0.0):
+    if differ(first.loss, second.loss):
         return "the model gives another result each time: it keeps state, or uses random numbers outside torch"
     return ""
 

@@ -21,14 +21,12 @@ from torch import Tensor, nn
 
 from ravnest.config import TrainingConfig
 from ravnest.core.config import require
-from ravnest.core.units import format_bytes
 from ravnest.errors import FixedBatchSize, TraceError, WeightsError
 from ravnest.graph import Program, trace
 from ravnest.graph.batch import batch_size_of, flatten, split_batch
 from ravnest.graph.pretrained import Pretrained
 from ravnest.graph.verify import verify
 from ravnest.pipeline.optimizers import AdamW, Optimizer
-from ravnest.profiling.host import host_memory
 from ravnest.profiling.speed import Workload
 from ravnest.run.checkpoint.format import Checkpoint
 from ravnest.run.checkpoint.resume import check_same, open_checkpoint
@@ -36,13 +34,14 @@ from ravnest.run.checkpoint.writer import fetch_checkpoint, is_url
 from ravnest.run.data import Batches, Weight, sample_weights
 from ravnest.run.driver import train
 from ravnest.run.metrics import ProgressView
-from ravnest.run.model_check import check_model, progress_messages
+from ravnest.run.model_check import CannotVerify, check_model, progress_messages, verification_folder
 from ravnest.run.result import Run
 from ravnest.run.traced_job import TracedJob
 
 __all__ = ["Job", "Run"]
 
 _MAX_BATCH_EFFECT, _NOTED_BATCH_EFFECT = 0.1, 0.005  # of the loss
+_FEW_SAMPLES = 2  # of a model that is verified on the disk; layers such as batch norm do not take 1
 
 
 def new_folder(folder: Path | str | None, name: str) -> Path:
@@ -192,15 +191,16 @@ class Job:
 
     def _verify(self, program: Program, examples: Sequence[Any], config: TrainingConfig, view: ProgressView) -> bool:
         """Compare the program with the model on one microbatch; returns False if it is too big for this machine."""
-        needed_bytes, usable_bytes = _verification_bytes(program), host_memory().usable_bytes
-        if needed_bytes > usable_bytes:
-            view.message(
-                f"not verified: comparing the traced program with the model needs {format_bytes(needed_bytes)} of "
-                f"memory, {format_bytes(usable_bytes)} are free"
-            )
-            return False
         batch_size = self._batch_size(examples, config)
         samples = config.microbatch_of(batch_size)
+        try:
+            folder = verification_folder(program, config.run_dir or config.resume)
+        except CannotVerify as error:
+            view.message(f"not verified: {error}")
+            return False
+        if folder is not None:
+            samples = min(samples, _FEW_SAMPLES) if program.has_batch_dimension else samples
+            view.message(f"the model is too big for the free memory: comparing it with the traced program in {folder}")
         batches = [program.feed(batch) for batch in examples]
         first = batches[0]
         size = program.feed.size_of(first)
@@ -208,7 +208,7 @@ class Job:
         weights = sample_weights(program, first, self.weight, size)
         result = verify(
             program, self.model, self.loss, program.feed.slice(first, 0, samples), seed=config.seed, second=second,
-            weights=(float(weights[:samples].sum()), float(weights[samples : 2 * samples].sum())),
+            weights=(float(weights[:samples].sum()), float(weights[samples : 2 * samples].sum())), folder=folder,
         )  # fmt: skip
         if not isfinite(result.loss) and bool(weights[:samples].sum()):
             raise ValueError(
@@ -225,15 +225,17 @@ class Job:
         self._check_batch_effect(result.batch_effect, view)
         smallest = min(batches, key=lambda leaves: sum(leaf.numel() for leaf in leaves))
         if [leaf.shape for leaf in smallest] != [leaf.shape for leaf in first]:
-            self._verify_smallest(program, smallest, -(-batch_size // samples), config.seed)
+            self._verify_smallest(program, smallest, -(-batch_size // samples), config.seed, folder)
         return True
 
-    def _verify_smallest(self, program: Program, leaves: Sequence[Tensor], count: int, seed: int) -> None:
+    def _verify_smallest(
+        self, program: Program, leaves: Sequence[Tensor], count: int, seed: int, folder: Path | None
+    ) -> None:
         """Compare the program with the model on the smallest microbatch of another batch, split into `count`."""
         size = program.feed.size_of(leaves)
         samples = max(1, size // count)
         try:
-            verify(program, self.model, self.loss, program.feed.slice(leaves, 0, samples), seed=seed)
+            verify(program, self.model, self.loss, program.feed.slice(leaves, 0, samples), seed=seed, folder=folder)
         except TraceError as error:
             raise TraceError(
                 f"a batch of {size} samples, split into microbatches of {samples}, cannot be trained: {error}. Leave "
@@ -318,11 +320,3 @@ class Job:
             except ValueError as error:
                 raise ValueError(f"the held-out data do not match the data: {error}") from error
         return lambda: list(islice(held_out, config.validation_batches))
-
-
-def _verification_bytes(program: Program) -> int:
-    """Bytes that a verification adds: the model and the program's state, if it does not share it, and two gradients."""
-    state_bytes = sum(item.num_bytes for item in (*program.state, *program.idle))
-    trained_bytes = sum(item.num_bytes for item in program.state if item.trainable)
-    copies = 0 if program.init_log is None else 2 if program.is_self_initialising else 1
-    return copies * state_bytes + 2 * trained_bytes

@@ -69,7 +69,9 @@ def test_a_check_that_fails_on_the_first_batch_is_reported() -> None:
     batch = torch.full((3, 4), 1e30), torch.rand(3, 4)
     model = Apply(lambda x: raises(x.abs()))
     program = trace(model, F.mse_loss, batch)
-    with pytest.raises(TraceError, match="the model fails on one of the first batches: ValueError: too large"):
+    with pytest.raises(
+        TraceError, match="the model's forward pass fails on one of the first batches: ValueError: too large"
+    ):
         verify(program, model, F.mse_loss, program.feed(batch), seed=0)
 
 
