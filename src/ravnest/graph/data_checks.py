@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = ["passing_checks"]
 
@@ -32,17 +34,31 @@ _BETWEEN = ("TO_BOOL", "CALL", "PRECALL", "CACHE", "NOP", "UNARY_NOT")  # from a
 def passing_checks() -> Iterator[None]:
     """Give the truth value of a traced tensor where the branch of the other value only raises."""
     original = Tensor.__bool__
+    symbols = {kind: kind.__bool__ for kind in (torch.SymBool, torch.SymInt, torch.SymFloat)}
 
     def truth(tensor: Tensor) -> bool:
         if type(tensor) not in (Tensor, nn.Parameter) and (passing := _passing_value(sys._getframe(1))) is not None:
             return passing
         return original(tensor)
 
+    def truth_of_symbol(symbol: Any) -> bool:
+        """A number that was read from a tensor, by `.item()`, has no value; a size does."""
+        try:
+            return bool(symbols[type(symbol)](symbol))
+        except GuardOnDataDependentSymNode:
+            if (passing := _passing_value(sys._getframe(1))) is None:
+                raise
+            return passing
+
     Tensor.__bool__ = truth  # type: ignore[method-assign, assignment]
+    for kind in symbols:
+        kind.__bool__ = truth_of_symbol  # type: ignore[method-assign]
     try:
         yield
     finally:
         Tensor.__bool__ = original  # type: ignore[method-assign]
+        for kind, own in symbols.items():
+            kind.__bool__ = own  # type: ignore[method-assign]
 
 
 def _passing_value(frame: FrameType) -> bool | None:

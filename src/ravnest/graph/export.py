@@ -63,7 +63,9 @@ _PYTHON: dict[Callable[..., Any], str] = {
     torch.sym_min: "sym.min", torch.sym_float: "sym.float", torch.sym_int: "sym.int", math.ceil: "sym.ceil",
     math.floor: "sym.floor", math.trunc: "sym.trunc", torch.sym_sum: "sym.sum",
 }  # fmt: skip
-_COMMUTATIVE = ("aten.add.Tensor", "aten.mul.Tensor")
+_WITH_NUMBER = {  # ops of a number and a tensor, and those of the tensor and the number
+    "aten.add.Tensor": "aten.add.Tensor", "aten.mul.Tensor": "aten.mul.Tensor", "aten.sub.Tensor": "aten.rsub.Scalar",
+}  # fmt: skip
 _FORMATS = {
     torch.contiguous_format: "~contiguous_format",
     torch.channels_last: "~channels_last",
@@ -227,9 +229,19 @@ class _Flattener:
         if isinstance(node.meta["val"], Tensor):
             self.flat.dtypes[outs[0]] = dtype_name(node.meta["val"].dtype)
         args, kwargs = encode_call(_substitute(node.args, env), _substitute(node.kwargs, env), source_of(node))
-        if name in _COMMUTATIVE and not isinstance(args[0], str) and "alpha" not in kwargs:
-            args = (args[1], args[0])  # a number and a tensor: only the second argument may be a number
-        self.flat.ops.append(Op(name, outs, args, kwargs, no_grad=no_grad, no_autocast=no_autocast))
+        if name in _WITH_NUMBER and not isinstance(args[0], str):  # only the second argument may be a number
+            name, args = _WITH_NUMBER[name], (args[1], args[0])
+            if name == "aten.add.Tensor" and "alpha" in kwargs:  # which scales the tensor, now the first argument
+                scaled, factor = f"{outs[0]}_scaled", kwargs.pop("alpha")
+                self._append(Op("aten.mul.Tensor", (scaled,), (args[0], factor)), node, no_grad, no_autocast)
+                self.flat.dtypes[scaled] = self.flat.dtypes[outs[0]]
+                args = (f"%{scaled}", args[1])
+            elif "alpha" in kwargs:
+                args = (*args, kwargs.pop("alpha"))
+        self._append(Op(name, outs, args, kwargs), node, no_grad, no_autocast)
+
+    def _append(self, op: Op, node: Node, no_grad: bool, no_autocast: bool) -> None:
+        self.flat.ops.append(Op(op.op, op.outs, op.args, op.kwargs, no_grad=no_grad, no_autocast=no_autocast))
         self.flat.sources.append(source_of(node))
 
     def _check_backward(self, name: str, node: Node) -> None:
@@ -362,7 +374,7 @@ def _is_pure(target: Any) -> bool:
             and not target._schema.is_mutable
             and torch.Tag.nondeterministic_seeded not in target.tags
         )
-    return target is operator.getitem or op_name(target).startswith("sym.")
+    return getattr(target, "__module__", "") == "_operator" or op_name(target).startswith(("sym.", "python.sym_"))
 
 
 def _check_in_place(name: str, node: Node) -> None:

@@ -74,6 +74,16 @@ def _diff(tensor: torch.Tensor, n: int = 1, *args: Any, **kwargs: Any) -> torch.
     return torch.ops.aten.diff.default(tensor, n, *args, **kwargs)  # type: ignore[no-any-return]
 
 
+def _geqrf(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch computes no shapes for it."""
+    if tensor.device.type == "meta":
+        if tensor.dim() < 2:
+            raise ValueError("geqrf takes matrices")
+        reflectors = tensor.new_empty((*tensor.shape[:-2], min(tensor.shape[-2:])))
+        return tensor.mT.contiguous().mT, reflectors
+    return torch.ops.aten.geqrf.default(tensor)  # type: ignore[no-any-return]
+
+
 def _has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has elements that can be read: not one of a dry run or a trace."""
     return tensor.device.type != "meta" and type(tensor) is torch.Tensor and tensor.numel() > 0
@@ -92,4 +102,5 @@ GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their 
     "aten.fractional_max_pool2d.default": _fractional_max_pool(2),
     "aten.fractional_max_pool3d.default": _fractional_max_pool(3),
     "aten.diff.default": _diff,
+    "aten.geqrf.default": _geqrf,
 }

@@ -32,6 +32,7 @@ _SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
 _READS = (
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.allclose.default,
 )  # fmt: skip
+_DRAWN_LIMIT = 1 << 24  # elements of a tensor that is drawn to answer a question
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # storage, offset, shape, strides
 
 
@@ -193,8 +194,11 @@ class InitLog:
                 chosen[i] = True
         return chosen
 
-    def value_of(self, tensor: Tensor) -> Tensor | None:
-        """The values of a small tensor that depends on no random numbers, such as `torch.linspace(0, 1, 12)`."""
+    def value_of(self, tensor: Tensor, *, drawn: bool = False) -> Tensor | None:
+        """The values of a small tensor that depends on no random numbers, such as `torch.linspace(0, 1, 12)`.
+
+        With `drawn`, random numbers of some seed are used: for a question that every seed answers alike.
+        """
         if _key(tensor) not in self.names:
             return None
         try:
@@ -202,7 +206,8 @@ class InitLog:
         except TraceError:
             return None
         chosen = zip(self.steps, self._slice([tensor], set()), strict=True)
-        if any(is_random(s.op.op) or prod(s.shape) > LITERAL_LIMIT for s, is_chosen in chosen if is_chosen):
+        limit = _DRAWN_LIMIT if drawn else LITERAL_LIMIT
+        if any(prod(s.shape) > limit or (is_random(s.op.op) and not drawn) for s, is_chosen in chosen if is_chosen):
             return None
         with _disable_current_modes():
             return replay(init, {"value"}, 0)["value"]
@@ -288,7 +293,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and (values := self._values(args)) is not None:
+        if func in _READS and (values := self._values(func, args)) is not None:
             with _disable_current_modes():
                 return func(*values, **(kwargs or {}))
         view = functional_form(op_name(func))
@@ -305,9 +310,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log.call(func, args, kwargs or {}, result)
         return result
 
-    def _values(self, args: Any) -> list[Any] | None:
-        """The arguments with the values of their tensors, if all are known."""
-        found = [self.log.value_of(a) if isinstance(a, FakeTensor) else a for a in args]
+    def _values(self, func: Any, args: Any) -> list[Any] | None:
+        """The arguments with the values of their tensors, if all are known.
+
+        A builder that asks a yes-or-no question about random weights, such as whether they are orthogonal, does not
+        expect another answer for another seed; if there is one, the model's own initial weights differ (`verify`).
+        """
+        is_question = func is not _READS[0] or args[0].dtype == torch.bool
+        found = [self.log.value_of(a, drawn=is_question) if isinstance(a, FakeTensor) else a for a in args]
         return None if any(a is None for a in found) else found
 
 

@@ -54,7 +54,28 @@ def raises_in_a_loop(x: Tensor) -> Tensor:
     return x
 
 
-CHECKS = [raises, raises_with_a_message, raises_otherwise, asserts, raises_in_a_loop]
+def raises_by_an_item(x: Tensor) -> Tensor:
+    if (x.min() < -1e9).item() or x.max().item() > 1e9:
+        raise ValueError("too large")
+    return x
+
+
+def raises_by_a_count(x: Tensor) -> Tensor:
+    count = (x > 1e9).sum().item()
+    if count > 0:
+        raise ValueError(f"{count} are too large")
+    return x
+
+
+def raises_by_torch(x: Tensor) -> Tensor:
+    torch._check_tensor_all(x.sum() < 1e9)  # type: ignore[no-untyped-call]
+    return x
+
+
+CHECKS = [
+    raises, raises_with_a_message, raises_otherwise, asserts, raises_in_a_loop, raises_by_an_item, raises_by_a_count,
+    raises_by_torch,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", CHECKS, ids=lambda f: f.__name__)

@@ -115,6 +115,14 @@ def frozen_norm() -> nn.Module:
     return model
 
 
+def questioned() -> Model:
+    model = Model()
+    assert not torch.equal(model.first.weight, torch.zeros(6, 4))
+    if (model.second.weight.abs() < 100).all():
+        model.between = torch.tanh
+    return model
+
+
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "plain": Model,
     "dropout": lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 1)),
@@ -122,6 +130,9 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "frozen batch norm": frozen_norm,
     "counter": Counter,
     "checkpoint": lambda: Model(lambda x: checkpointed(x, reentrant=False)),
+    "orthogonal": lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 6)), nn.Linear(6, 1)),
+    "orthogonal, wide": lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 3)), nn.Linear(3, 1)),
+    "a question while building": questioned,
     "reentrant checkpoint": lambda: Model(lambda x: checkpointed(x, reentrant=True)),
 }
 
@@ -132,6 +143,12 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 def test_models_are_exact(name: str, is_built: bool) -> None:
     make = EXACT[name]
     assert verified(make if is_built else make()).is_exact
+
+
+def test_a_number_and_a_tensor() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda x: torch.add(0.3, x, alpha=0.7) * torch.sub(1.5, x, alpha=0.2))
+    assert verified(model).largest_difference < 1e-6
 
 
 @pytest.mark.parametrize("case", [zoo.gpt(tied=True), zoo.bert(), zoo.digits()], ids=lambda case: case.name)
