@@ -7,11 +7,12 @@ dtype before anything starts, and are read one tensor at a time. Names may diffe
     model.layers.0.w         lm.model.layers.0.w            the transformers model is a part of another module
     q_proj.weight            base_model.model.q_proj.base_layer.weight      an adapter of peft wraps it
     lm_head.weight           transformer.wte.weight         tied parameters are stored once, under either name
+
+Other layouts of older checkpoints are converted as transformers converts them (`checkpoint_conversion`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +23,13 @@ from torch import Tensor, nn
 
 from ravnest.core.config import require
 from ravnest.errors import WeightsError
+from ravnest.graph.checkpoint_conversion import converted
+from ravnest.graph.pretrained_folder import PretrainedFolder, listed
 from ravnest.graph.program import DTYPES, StateSpec
-from ravnest.graph.weights import WeightsFile, open_weights
 
 __all__ = ["Pretrained", "PretrainedWeights", "match_weights", "pretrained"]
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _CHUNK = 1 << 22  # elements that are checked at a time
-_NAMED = 3  # names listed in a message
 
 
 @dataclass(frozen=True)
@@ -74,80 +73,6 @@ def pretrained(
 
 
 @dataclass(frozen=True)
-class _StoredTensor:
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PretrainedFolder:
-    """The tensors of a folder: their files, dtypes and shapes are known, and nothing else is read yet."""
-
-    folder: Path
-    tensors: Mapping[str, _StoredTensor]
-
-    @staticmethod
-    def open(folder: Path) -> PretrainedFolder:
-        """Read the headers of all files; raises `WeightsError` if one is missing, cut off or malformed."""
-        if not folder.is_dir():
-            raise WeightsError(f"{folder} is not a directory: give one with {_SINGLE} or {_INDEX}")
-        tensors: dict[str, _StoredTensor] = {}
-        for path, names in _files_of(folder).items():
-            with open_weights(path) as file:
-                if absent := sorted(set(names or ()) - file.names):
-                    raise WeightsError(f"{path} lacks {_listed(absent)}, which {_INDEX} says it has")
-                for name in names or file.names:
-                    tensors[name] = _StoredTensor(path, *file.spec_of(name))
-        return PretrainedFolder(folder, tensors)
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors one at a time, file by file."""
-        by_path: dict[Path, list[str]] = {}
-        for name in names:
-            by_path.setdefault(self.tensors[name].path, []).append(name)
-        for path, held in by_path.items():
-            with open_weights(path) as file:
-                for name in held:
-                    yield name, _checked(file, path, name, self.tensors[name]).read(name)
-
-
-def _checked(file: WeightsFile, path: Path, name: str, stored: _StoredTensor) -> WeightsFile:
-    """The file, unless it was replaced since its header was read."""
-    if file.spec_of(name) != (stored.dtype, stored.shape):
-        raise WeightsError(f"{path} has changed since the job started: {name} is another tensor now")
-    return file
-
-
-def _files_of(folder: Path) -> dict[Path, list[str] | None]:
-    """The files with their tensors according to the index; None: all tensors of the file."""
-    index = folder / _INDEX
-    if not index.exists():
-        if (folder / _SINGLE).exists():
-            return {folder / _SINGLE: None}
-        if any((folder / name).exists() for name in _PICKLED):
-            raise WeightsError(
-                f"{folder} has pickled weights only, which can run code and are not read: load them with "
-                "from_pretrained and write them with save_pretrained, which makes safetensors files"
-            )
-        raise WeightsError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        files = {name: str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of safetensors files: {error!r:.200}") from None
-    by_path: dict[Path, list[str] | None] = {}
-    for name, file in files.items():
-        if Path(file).name != file or file in (".", "..") or "\\" in file:
-            raise WeightsError(f"{index} names {file!r:.200}, which is not the name of a file in {folder}")
-        by_path.setdefault(folder / file, []).append(name)  # type: ignore[union-attr]
-    for path in by_path:
-        if not path.exists():
-            raise WeightsError(f"{folder} lacks {path.name}, which {_INDEX} names: it has {len(by_path)} shards")
-    return by_path
-
-
-@dataclass(frozen=True)
 class PretrainedWeights:
     """The tensors of a folder that a program starts from; `sources` maps names in the model to those in the files.
 
@@ -179,10 +104,9 @@ class PretrainedWeights:
             for start in range(0, flat.numel(), _CHUNK):
                 part = flat[start : start + _CHUNK].to(DTYPES[parameters[source].dtype])
                 if not torch.isfinite(part).all():
-                    path = self.folder.tensors[source].path
                     raise WeightsError(
-                        f"{path}: {source} has values that are not finite in {parameters[source].dtype}: "
-                        "choose another checkpoint, or another dtype"
+                        f"{self.folder.tensors[source].place}: {source} has values that are not finite in "
+                        f"{parameters[source].dtype}: choose another checkpoint, or another dtype"
                     )
             for other, same in self.folder.read(self.duplicates.get(source, ())):
                 if not torch.equal(tensor, same):
@@ -203,7 +127,7 @@ def match_weights(
     Raises:
         WeightsError: A file cannot be used, a parameter is missing or misshapen, or nothing matches.
     """
-    folder = PretrainedFolder.open(model.folder)
+    folder = converted(PretrainedFolder.open(model.folder), module)
     names = _Names(module)
     state = {s.target: s for s in specs if not s.target.startswith(("loss.", "constant."))}
     groups: dict[str, list[str]] = {name: [name] for name in state}
@@ -215,20 +139,20 @@ def match_weights(
     sources = {target: at[0] for target, at in found.items() if at}
     if not any(state[target].kind == "parameter" for target in sources):
         raise WeightsError(
-            f"{model.folder} has no tensor of this model: it has {_listed(sorted(folder.tensors))}, "
-            f"the model has {_listed(sorted(state))}"
+            f"{model.folder} has no tensor of this model: it has {listed(sorted(folder.tensors))}, "
+            f"the model has {listed(sorted(state))}"
         )
     _check_specs(folder, {state[target]: source for target, source in sources.items()})
     absent = [s.target for s in state.values() if s.kind == "parameter" and s.target not in sources]
     lacking = [name for name in absent if not names.is_adapter(name)]
     if lacking and model.missing == "error":
         raise WeightsError(
-            f"{model.folder} lacks {_listed(lacking)}: give missing='initialise' to let the builder initialise them"
+            f"{model.folder} lacks {listed(lacking)}: give missing='initialise' to let the builder initialise them"
         )
-    notes = [f"initialised, because {model.folder} lacks them: {_listed(lacking)}"] if lacking else []
+    notes = [f"initialised, because {model.folder} lacks them: {listed(lacking)}"] if lacking else []
     used = {source for at in found.values() for source in at} | set(names.ignored(state, folder.tensors.keys()))
     if extra := sorted(folder.tensors.keys() - used):
-        notes.append(f"{model.folder} has tensors that the model does not have: {_listed(extra)}")
+        notes.append(f"{model.folder} has tensors that the model does not have: {listed(extra)}")
     duplicates = {at[0]: at[1:] for target, at in found.items() if target in sources and len(at) > 1}
     return PretrainedWeights(folder, sources, tuple(absent), tuple(notes), duplicates)
 
@@ -254,11 +178,6 @@ def _is_convertible(stored: str, wanted: str) -> bool:
     if stored == wanted:
         return True
     return stored in DTYPES and DTYPES[stored].is_floating_point and DTYPES[wanted].is_floating_point
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 class _Names:
