@@ -75,10 +75,10 @@ def apply(state: CoordinatorState, event: Event) -> None:
                 state.nodes[name].peer_addresses = addresses
         case on.NodeLost():
             _remove(state, event)
-        case on.NodeQuarantined(at_s=at_s, name=name, reason=reason):
+        case on.NodeQuarantined(at_s=at_s, name=name, reason=reason, may_retry=may_retry):
             if name in state.nodes:
                 state.counters.quarantined += 1
-                state.nodes[name].quarantined_s, state.nodes[name].quarantine_reason = at_s, reason
+                state.nodes[name].quarantine(at_s, reason, may_retry=may_retry)
         case on.NodeLeaving(at_s=at_s, name=name, reason=reason):
             if name in state.nodes:
                 state.nodes[name].leaving_s, state.nodes[name].reason = at_s, reason
@@ -160,7 +160,8 @@ def _start_run(state: CoordinatorState, event: on.RunStarted) -> None:
     for node in state.nodes.values():
         if node.cluster is not None:
             node.cluster, node.free_since_s = None, event.at_s
-        node.quarantined_s, node.quarantine_reason, node.replicas, node.releasing_s = None, "", [], None
+        node.quarantined_s, node.quarantine_reason, node.num_failures, node.may_retry = None, "", 0, True
+        node.replicas, node.releasing_s = [], None
         if node.is_present:
             node.reason = _WAITING
 
@@ -201,6 +202,7 @@ def _connect(state: CoordinatorState, event: on.NodeConnected) -> None:
     if known is not None:
         node.cluster = known.cluster
         node.quarantined_s, node.quarantine_reason = known.quarantined_s, known.quarantine_reason
+        node.num_failures, node.may_retry = known.num_failures, known.may_retry
         node.speed_factor, node.num_losses = known.speed_factor, known.num_losses
         if event.held_generation:
             node.releasing_s = known.releasing_s

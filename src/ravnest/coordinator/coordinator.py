@@ -310,7 +310,7 @@ class Coordinator:
         """Quarantine the node of a stage that sent invalid values, and fail its cluster."""
         if (active := self.running.clusters.get(cluster)) is not None:
             name = active.plan.members[stage]
-            self.record(NodeQuarantined(self.now_s(), name, reason))
+            self.record(NodeQuarantined(self.now_s(), name, reason, may_retry=False))
             self.running.fail_cluster(active, f"{name} sent invalid values: {reason}")
 
     def _fail_cluster_of(self, name: str, reason: str) -> None:

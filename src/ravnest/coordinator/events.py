@@ -171,10 +171,14 @@ class NodeLeaving(_Event, frozen=True):
 
 
 class NodeQuarantined(_Event, frozen=True):
-    """The stage of a node failed: no plan uses the node for a while."""
+    """The stage of a node failed: plans prefer other nodes for a while.
+
+    A node that `may_retry` is used all the same while there is no plan without it.
+    """
 
     name: str
     reason: str
+    may_retry: bool = True
 
 
 class NodeSpeedEstimated(_Event, frozen=True):

@@ -26,7 +26,7 @@ from ravnest.coordinator.events import (
     PlanFailed,
     ReplanConsidered,
 )
-from ravnest.coordinator.policy.membership import ConsiderReplan, CreatePlan, decide, machines_of
+from ravnest.coordinator.policy.membership import ConsiderReplan, CreatePlan, decide, machines_of, plannable
 from ravnest.coordinator.policy.replication import RestorePlan, plan_restore
 from ravnest.coordinator.policy.stragglers import FLEET, StragglerDetector
 from ravnest.coordinator.requester import StageFiles
@@ -99,7 +99,7 @@ class PlanningService:
         except RavnestError as error:
             context.record(PlanFailed(context.now_s(), str(error), tuple(nodes)))
             return
-        free = set(state.free_nodes(context.now_s(), context.policy.quarantine_s))
+        free = set(plannable(state, context.now_s(), context.policy))
         usable = [one for one in prepared if free.issuperset(one.spec.members)]
         if len(usable) < len(prepared):
             context.note("a node left while the plan was computed: its cluster is planned again")

@@ -33,6 +33,7 @@ __all__ = [
 
 QUARANTINE_S = 300.0
 _RELEASE_TIMEOUT_S = 10.0  # for a member of a cluster that ended to store the state of its stage
+_RETRY_S, _MAX_RETRIES = 1.0, 5  # waits of 2, 4, 8, 16 and 32 s before a quarantined node is used that is needed
 _MAX_RECENT_EVENTS = 500
 
 Phase = Literal["forming", "training", "ended", "lost"]
@@ -84,6 +85,8 @@ class NodeRecord(_Record, kw_only=True):
     reason: str = ""
     quarantined_s: float | None = None
     quarantine_reason: str = ""
+    num_failures: int = 0  # each within the quarantine of the one before
+    may_retry: bool = True
     replicas: list[ReplicaRecord] = []
     releasing_s: float | None = None
     leaving_s: float | None = None
@@ -95,7 +98,27 @@ class NodeRecord(_Record, kw_only=True):
 
     def is_free(self, now_s: float, quarantine_s: float) -> bool:
         """Whether it can be planned."""
-        if not self.is_present or self.cluster is not None or self.is_quarantined(now_s, quarantine_s):
+        return not self.is_quarantined(now_s, quarantine_s) and self._is_idle(now_s)
+
+    def quarantine(self, at_s: float, reason: str, *, may_retry: bool) -> None:
+        is_again = self.quarantined_s is not None and at_s < self.quarantined_s + QUARANTINE_S
+        self.num_failures = self.num_failures + 1 if is_again else 1
+        self.quarantined_s, self.quarantine_reason, self.may_retry = at_s, reason, may_retry
+
+    def retry_s(self, quarantine_s: float) -> float:
+        """When a quarantined node may be used if there is no plan without it: later after each failure."""
+        assert self.quarantined_s is not None, "the node is not quarantined"
+        if not self.may_retry or self.num_failures > _MAX_RETRIES:
+            return self.quarantined_s + quarantine_s
+        return self.quarantined_s + min(quarantine_s, _RETRY_S * 2.0**self.num_failures)
+
+    def can_retry(self, now_s: float, quarantine_s: float) -> bool:
+        """Whether it is quarantined, and can be planned if there is no plan without it."""
+        is_waiting = self.is_quarantined(now_s, quarantine_s) and now_s >= self.retry_s(quarantine_s)
+        return is_waiting and self._is_idle(now_s)
+
+    def _is_idle(self, now_s: float) -> bool:
+        if not self.is_present or self.cluster is not None:
             return False
         if self.leaving_s is not None:
             return False
@@ -289,6 +312,11 @@ class CoordinatorState(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         """Names of nodes that can be planned. Disconnected ones cannot: they would not get their assignment."""
         free = (name for name, node in self.nodes.items() if node.is_free(now_s, quarantine_s))
         return tuple(sorted(name for name in free if not self.last_seen(name).is_disconnected))
+
+    def retryable_nodes(self, now_s: float, quarantine_s: float) -> tuple[str, ...]:
+        """Names of quarantined nodes that can be planned if there is no plan without them."""
+        found = (name for name, node in self.nodes.items() if node.can_retry(now_s, quarantine_s))
+        return tuple(sorted(name for name in found if not self.last_seen(name).is_disconnected))
 
     def idle_reason(self, name: str) -> str:
         """Why a node has no assignment."""

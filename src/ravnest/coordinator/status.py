@@ -258,8 +258,9 @@ def _node_state(
     if cluster is not None:
         return cluster.phase, node.reason
     if node.quarantined_s is not None and node.is_quarantined(now_s, policy.quarantine_s):
-        left_s = node.quarantined_s + policy.quarantine_s - now_s
-        return "quarantined", f"for another {left_s:.0f} s: {node.quarantine_reason}"
+        end_s = node.quarantined_s + policy.quarantine_s
+        unless = " unless the run needs it" if node.retry_s(policy.quarantine_s) < end_s else ""
+        return "quarantined", f"for another {end_s - now_s:.0f} s{unless}: {node.quarantine_reason}"
     return "free", node.reason
 
 

@@ -106,7 +106,11 @@ def test_only_free_nodes_are_planned(moves: list[tuple[int, int]], policy: Membe
         assert len(plan.nodes) >= policy.min_stages
         assert not set(plan.nodes) & silent
         assert not set(plan.nodes) <= state.unplaceable
-        assert set(plan.nodes) <= set(state.free_nodes(now_s, policy.quarantine_s))
+        free = set(state.free_nodes(now_s, policy.quarantine_s))
+        if not set(plan.nodes) <= free:  # there is no plan without nodes in quarantine
+            assert len(free - silent) < max(policy.min_nodes, policy.min_stages) or state.unplaceable >= free - silent
+            assert state.failed_clusters or not any(state.live_clusters())
+            assert set(plan.nodes) - free <= set(state.retryable_nodes(now_s, policy.quarantine_s))
     assert all(decision.reason for decision in decisions)
 
 
@@ -155,9 +159,17 @@ def test_a_cluster_that_is_not_ready_in_time_ends_and_late_members_are_quarantin
     assert state.free_nodes(161.0) == ()  # it has not released its stage yet
     apply(state, on.NodeReleased(161.0, "attic", 1))
     assert state.free_nodes(161.0) == ("attic",)
-    assert at(state, 459.9) == []
-    assert next_decision_s(state, 459.9, POLICY) == 460.0
-    assert at(state, 460.0)[0] == CreatePlan(("attic", "barn"), "cluster c1 failed")
+    assert at(state, 161.9) == []
+    (plan,) = at(state, 162.0)  # there is no plan without it
+    assert isinstance(plan, CreatePlan)
+    assert plan.nodes == ("attic", "barn")
+    apply(state, connected(150.0, "cellar"))
+    (plan,) = at(state, 459.9)
+    assert isinstance(plan, CreatePlan)
+    assert plan.nodes == ("attic", "cellar")
+    (plan,) = at(state, 460.0)
+    assert isinstance(plan, CreatePlan)
+    assert plan.nodes == ("attic", "barn", "cellar")
 
 
 def test_a_member_that_reconnects_without_its_stage_ends_its_cluster() -> None:
@@ -334,6 +346,54 @@ def test_a_plan_waits_for_members_that_store_their_state_with_a_limit() -> None:
     assert [d for d in decide(state, 109.9, MembershipPolicy(heartbeat_s=60.0)) if isinstance(d, CreatePlan)] == []
     plans = [d for d in decide(state, 110.0, MembershipPolicy(heartbeat_s=60.0)) if isinstance(d, CreatePlan)]
     assert plans == [CreatePlan(("attic", "cellar"), "cluster c1 failed")]
+
+
+def failed(at_s: float, name: str, number: int = 1, *, may_retry: bool = True) -> tuple[Event, ...]:
+    """The stage of a node fails, and all members of its cluster are free."""
+    ended = on.ClusterEnded(at_s, f"c{number}", f"{name} failed", is_lost=True)
+    free = (on.NodeReleased(at_s, member, number) for member in ("attic", "barn"))
+    return on.NodeQuarantined(at_s, name, "its worker was killed", may_retry), ended, *free
+
+
+def plans(state: CoordinatorState, now_s: float) -> list[tuple[str, ...]]:
+    return [decision.nodes for decision in at(state, now_s) if isinstance(decision, CreatePlan)]
+
+
+def test_a_quarantined_node_is_planned_if_there_is_no_plan_without_it() -> None:
+    state = trained(*failed(100.0, "barn"))
+    assert plans(state, 101.9) == []
+    assert plans(state, 102.0) == [("attic", "barn")]
+    assert 100.0 < next_decision_s(state, 100.0, MembershipPolicy()) <= 102.0
+    untrusted = trained(*failed(100.0, "barn", may_retry=False))
+    assert plans(untrusted, 399.0) == []
+    assert plans(untrusted, 400.0) == [("attic", "barn")]
+
+
+def test_a_quarantined_node_is_not_planned_while_others_can_do_without_it() -> None:
+    state = trained(*failed(100.0, "barn"), connected(100.0, "cellar"))
+    assert plans(state, 110.0) == [("attic", "cellar")]
+    apply(state, planned(111.0, cluster(2, "attic", "cellar", generation=2), generation=2))
+    assert plans(state, 150.0) == []
+
+
+def test_a_quarantined_node_is_planned_if_the_model_does_not_fit_without_it() -> None:
+    state = trained(*failed(100.0, "barn"), connected(90.0, "cellar"))
+    apply(state, on.PlanFailed(101.0, "4 GB are missing", ("attic", "cellar")))
+    assert plans(state, 101.5) == []
+    assert plans(state, 102.0) == [("attic", "barn", "cellar")]
+
+
+def test_a_node_that_fails_again_and_again_waits_longer_each_time_and_then_for_the_whole_quarantine() -> None:
+    state, now_s, waits = trained(*failed(100.0, "barn")), 100.0, list[float]()
+    for number in range(2, 9):
+        times_s = (now_s + wait_s for wait_s in (1.9, 2, 3.9, 4, 7.9, 8, 15.9, 16, 31.9, 32, 299.9, 300))
+        planned_s = next(time_s for time_s in times_s if plans(state, time_s))
+        waits.append(planned_s - now_s)
+        now_s = planned_s + 1
+        apply(state, planned(planned_s, cluster(number, "attic", "barn", generation=number), generation=number))
+        for event in failed(now_s, "barn", number):
+            apply(state, event)
+    assert waits == [2, 4, 8, 16, 32, 300, 2]
 
 
 def test_nothing_is_planned_without_a_run() -> None:

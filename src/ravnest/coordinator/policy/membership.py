@@ -3,8 +3,9 @@
     lose a node      that has sent nothing for three heartbeats
     release a node   that wants to leave, when others have its state or after a timeout
     end a cluster    with a lost member, or with members that are not ready in time
-    create a plan    of the free nodes: at once when a cluster failed and its members have released their stages, else
-                     when no node has connected for `settle_s`, or after `max_settle_factor` times that
+    create a plan    of the free nodes, and of quarantined ones where there is no plan without them: at once when a
+                     cluster failed and its members have released their stages, else when no node has connected for
+                     `settle_s`, or after `max_settle_factor` times that
     consider a       of running clusters, together with free nodes that no plan had a place for, or when the speed of a
     replan           node turns out to be different
 
@@ -38,6 +39,7 @@ __all__ = [
     "decide",
     "machines_of",
     "next_decision_s",
+    "plannable",
     "token_rejection",
 ]
 
@@ -96,7 +98,7 @@ class MembershipPolicy:
         max_settle_factor: A plan waits at most this many times `settle_s`.
         heartbeat_s: Seconds between two heartbeats of a node.
         forming_timeout_s: Seconds for all members of a new cluster to be ready, besides the transfer of state.
-        quarantine_s: Seconds for which a node whose stage failed is not planned.
+        quarantine_s: Seconds for which plans prefer others to a node whose stage failed.
         replan_interval_s: Seconds between a change of plan and the search for a better one.
         num_spares: Nodes to keep free as spares.
     """
@@ -253,7 +255,7 @@ def _forming_deadline_s(cluster: ClusterRecord, policy: MembershipPolicy) -> flo
 def _plan(
     state: CoordinatorState, now_s: float, policy: MembershipPolicy, silent: Collection[str]
 ) -> CreatePlan | None:
-    free = _free(state, now_s, policy, silent)
+    free = _plannable(state, now_s, policy, silent)
     due = _plan_due(state, free, policy)
     return CreatePlan(tuple(free), due[1]) if due is not None and now_s >= due[0] else None
 
@@ -265,7 +267,7 @@ def _replan(
     free = _free(state, now_s, policy, silent)
     if not state.run or state.end_reason is not None or now_s < _replan_due_s(state, free, policy):
         return None
-    if _plan_due(state, free, policy) is not None:
+    if _plan_due(state, _plannable(state, now_s, policy, silent), policy) is not None:
         return None
     clusters = list(state.live_clusters())
     if not clusters or any(cluster.phase == "forming" for cluster in clusters):
@@ -302,14 +304,30 @@ def _free(state: CoordinatorState, now_s: float, policy: MembershipPolicy, silen
     return [name for name in state.free_nodes(now_s, policy.quarantine_s) if name not in silent]
 
 
-def _plan_due(state: CoordinatorState, free: list[str], policy: MembershipPolicy) -> tuple[float, str] | None:
-    """The time at which to plan these free nodes, and the reason; None: not at all.
+def plannable(state: CoordinatorState, now_s: float, policy: MembershipPolicy) -> list[str]:
+    """Nodes that a plan may use: the free ones, and quarantined ones if there is no plan without them."""
+    return _plannable(state, now_s, policy, ())
 
-    `min_nodes` applies only until a first cluster has trained.
-    """
-    unplanned = [name for name in free if name not in state.unplaceable]
+
+def _plannable(state: CoordinatorState, now_s: float, policy: MembershipPolicy, silent: Collection[str]) -> list[str]:
+    free = _free(state, now_s, policy, silent)
+    is_waiting = bool(state.failed_clusters) or not any(state.live_clusters())
+    if not is_waiting or (len(free) >= _num_needed(state, policy) and not state.unplaceable.issuperset(free)):
+        return free
+    needed = [name for name in state.retryable_nodes(now_s, policy.quarantine_s) if name not in silent]
+    return sorted((*free, *needed))
+
+
+def _num_needed(state: CoordinatorState, policy: MembershipPolicy) -> int:
+    """Nodes that a plan needs; `min_nodes` applies only until a first cluster has trained."""
     has_started = state.has_trained or any(state.live_clusters())
-    needed = policy.min_stages if has_started else max(policy.min_nodes, policy.min_stages)
+    return policy.min_stages if has_started else max(policy.min_nodes, policy.min_stages)
+
+
+def _plan_due(state: CoordinatorState, free: list[str], policy: MembershipPolicy) -> tuple[float, str] | None:
+    """The time at which to plan these nodes, and the reason; None: not at all."""
+    unplanned = [name for name in free if name not in state.unplaceable]
+    needed = _num_needed(state, policy)
     if not state.run or state.end_reason is not None or not unplanned or len(free) < needed:
         return None
     since_s = sorted(_free_since_s(state.nodes[name], policy) for name in free)
@@ -356,13 +374,14 @@ def _members(state: CoordinatorState, cluster: str) -> set[str]:
 
 
 def _free_since_s(node: NodeRecord, policy: MembershipPolicy) -> float:
-    quarantine_end_s = -inf if node.quarantined_s is None else node.quarantined_s + policy.quarantine_s
-    return max(node.free_since_s, quarantine_end_s)
+    usable_s = -inf if node.quarantined_s is None else node.retry_s(policy.quarantine_s)
+    return max(node.free_since_s, usable_s)
 
 
 def _decision_times_s(state: CoordinatorState, now_s: float, policy: MembershipPolicy) -> Iterator[float]:
     """Times at which a decision may change, past ones included."""
-    free = _free(state, now_s, policy, _silent(state, now_s, policy))
+    silent = _silent(state, now_s, policy)
+    free = _free(state, now_s, policy, silent)
     yield now_s + policy.heartbeat_s
     yield _replan_due_s(state, free, policy)
     for name, node in state.nodes.items():
@@ -370,13 +389,14 @@ def _decision_times_s(state: CoordinatorState, now_s: float, policy: MembershipP
             yield _lost_s(state, name, policy)
         if node.quarantined_s is not None:
             yield node.quarantined_s + policy.quarantine_s
+            yield node.retry_s(policy.quarantine_s)
         if node.releasing_s is not None:
             yield node.free_from_s
         if node.leaving_s is not None:
             yield node.leaving_s + _LEAVE_TIMEOUT_S
     for cluster in state.live_clusters():
         yield _forming_deadline_s(cluster, policy)
-    due = _plan_due(state, free, policy)
+    due = _plan_due(state, _plannable(state, now_s, policy, silent), policy)
     if due is not None:
         yield due[0]
 
