@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.http.session import Session
 from ravnest.errors import FrameError
-from ravnest.protocol.control import Disconnect, FromCoordinator, FromNode, Hello
+from ravnest.protocol.control import Contribution, Disconnect, FromCoordinator, FromNode, Hello
 from tests.simulation.world import in_order
 
 if TYPE_CHECKING:
@@ -56,9 +56,11 @@ class SimulatedSession:
         if self.is_open:
             self._fleet.loop.call_at(self._arrival_s(1), self._deliver_to_node, message)
 
-    def disconnect(self, reason: str, *, may_reconnect: bool) -> None:
+    def disconnect(
+        self, reason: str, *, may_reconnect: bool, is_run_over: bool = False, contribution: Contribution | None = None
+    ) -> None:
         if self.is_open:
-            self.send(Disconnect(reason, may_reconnect))
+            self.send(Disconnect(reason, may_reconnect, is_run_over, contribution))
             self.is_open = False
 
     def _deliver_to_node(self, message: FromCoordinator) -> None:

@@ -18,16 +18,17 @@ from ravnest import __version__
 from ravnest.cli.options import Debug
 from ravnest.core.host import host_name
 from ravnest.core.ids import check_id
-from ravnest.core.units import parse_bytes, parse_rate
+from ravnest.core.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from ravnest.node.agent import AgentConfig
+    from ravnest.node.agent import AgentConfig, Farewell
     from ravnest.node.console import AgentConsole
     from ravnest.node.membership import TicketMembership
 
 __all__ = ["join"]
 
 _INTERRUPTED = 130
+_AWAY = 3
 
 
 def join(
@@ -46,12 +47,21 @@ def join(
     data_dir: Annotated[
         Path | None, typer.Option(help="Directory of this node's key and files. Without it: the user's data directory.")
     ] = None,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="After the end of a run, wait for the next one of this ticket, without end.")
+    ] = False,
+    wait: Annotated[
+        str, typer.Option(metavar="TIME", help="Time to wait for a coordinator that does not answer.")
+    ] = "1h",
     debug: Debug = False,
 ) -> None:
     """Contribute this PC to a run: measure it, join, train the assigned stage, and reconnect when the link is lost.
 
-    None of the requester's code runs here, only checked arithmetic. Ctrl-C leaves once others have taken over; a
-    second Ctrl-C leaves at once. Exit code 1: the coordinator has removed this node.
+    None of the requester's code runs here, only checked arithmetic. It ends with the run. Ctrl-C leaves once others
+    have taken over, within seconds; a second Ctrl-C leaves at once.
+
+    Exit codes: 0 when the run has ended or after Ctrl-C, 1 when the coordinator has removed this node, 3 when the
+    coordinator has not answered for the time of --wait.
 
     Example: `ravnest join rav1-... --name attic --memory 4GB --max-upload "10 Mbit/s"`
     """
@@ -69,26 +79,39 @@ def join(
         memory_bytes=None if memory is None else parse_bytes(memory),
         threads=threads,
         max_upload_bytes_per_s=None if max_upload is None else parse_rate(max_upload),
+        max_wait_s=None if stay else parse_seconds(wait),
+        stays=stay,
     )
     sys.exit(_run_agent(config, TicketMembership(parsed, node, __version__, directory)))
 
 
 def _run_agent(config: AgentConfig, membership: TicketMembership) -> int:
-    """Run until Ctrl-C (exit code 0), or until the coordinator removes this node (1)."""
-    from ravnest.node.console import AgentConsole
+    """Run until the run ends or Ctrl-C (0), the coordinator removes this node (1) or does not answer (3)."""
+    from ravnest.node.agent import CoordinatorAway
+    from ravnest.node.console import AgentConsole, given, thanks
     from ravnest.node.session import DisconnectedByCoordinator
 
     console = AgentConsole(Console(highlight=False, markup=False, soft_wrap=True).print)
     try:
-        asyncio.run(_run_until_interrupted(config, membership, console))
+        farewell = asyncio.run(_run_until_interrupted(config, membership, console))
     except DisconnectedByCoordinator as error:
         console.log(f"removed by the coordinator: {error}")
         return 1
-    console.log("left")
+    except CoordinatorAway as error:
+        console.log(str(error))
+        return _AWAY
+    if farewell is not None and farewell.is_run_over:
+        console.log(thanks(farewell.contribution))
+    elif farewell is not None and farewell.contribution is not None and farewell.contribution.batches:
+        console.log(f"left: thank you. {given(farewell.contribution)}")
+    else:
+        console.log("left")
     return 0
 
 
-async def _run_until_interrupted(config: AgentConfig, membership: TicketMembership, console: AgentConsole) -> None:
+async def _run_until_interrupted(
+    config: AgentConfig, membership: TicketMembership, console: AgentConsole
+) -> Farewell | None:
     from ravnest.node.agent import Agent
 
     agent = Agent(config, membership, console)
@@ -103,7 +126,7 @@ async def _run_until_interrupted(config: AgentConfig, membership: TicketMembersh
         agent.leave()
 
     with _on_signals(interrupted):
-        await agent.run()
+        return await agent.run()
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class ActiveCluster:
         self.is_training = False
         self.is_over = False
         self.retire_reason: str | None = None  # if set, the cluster gets no further batches
-        self.retired_s = 0.0
+        self.retire_deadline_s = 0.0
         self.relay_tokens: list[str] = []
         self.max_weights_bytes: list[int] = []
         self.metrics: dict[int, StageMetrics] = {}
@@ -265,17 +265,21 @@ class ClusterService:
             self.send_assignment(name)
         self.offer_batches()
 
-    def retire(self, cluster: str, reason: str) -> None:
-        """Lease it no further batches, and end it when it has trained those it has."""
-        if (active := self.clusters.get(cluster)) is not None and active.retire_reason is None:
-            active.retire_reason, active.retired_s = reason, self._context.now_s()
-            self.end_retired()
+    def retire(self, cluster: str, reason: str, within_s: float = _RETIRE_TIMEOUT_S) -> None:
+        """Lease it no further batches, and end it when it has trained those it has, or after `within_s`."""
+        if (active := self.clusters.get(cluster)) is None:
+            return
+        deadline_s = self._context.now_s() + within_s
+        if active.retire_reason is None:
+            active.retire_reason, active.retire_deadline_s = reason, deadline_s
+        active.retire_deadline_s = min(active.retire_deadline_s, deadline_s)
+        self.end_retired()
 
     def end_retired(self) -> None:
         """End retired clusters in which every stage has trained all batches, or that take too long."""
         for active in list(self.clusters.values()):
             if active.retire_reason is not None:
-                is_late = self._context.now_s() >= active.retired_s + _RETIRE_TIMEOUT_S
+                is_late = self._context.now_s() >= active.retire_deadline_s
                 outstanding = self._context.state.leases.outstanding_of(active.id)
                 if is_late or (not outstanding and active.min_updates >= active.feeder.steps):
                     self.end_cluster(active.id, active.retire_reason, is_lost=False, is_replanned=True)

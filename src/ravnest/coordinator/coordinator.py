@@ -41,8 +41,10 @@ from ravnest.coordinator.events import (
 )
 from ravnest.coordinator.http.limits import HttpTimeouts, RejectionLog
 from ravnest.coordinator.http.session import Session
+from ravnest.coordinator.notices import WaitNotices
 from ravnest.coordinator.planning import PlanningService
 from ravnest.coordinator.policy.averaging import AveragingPolicy
+from ravnest.coordinator.policy.departure import can_take_over
 from ravnest.coordinator.policy.membership import (
     ConsiderReplan,
     CreatePlan,
@@ -79,6 +81,7 @@ from ravnest.protocol.commands import (
 from ravnest.protocol.control import (
     AddressChanged,
     AssignmentReleased,
+    Contribution,
     FromCoordinator,
     FromNode,
     Heartbeat,
@@ -95,6 +98,7 @@ from ravnest.transport.p2p.relay_server import RelayServer, RelayServerConfig
 __all__ = ["Coordinator"]
 
 _RESUME_TIMEOUT_S = 45.0
+_LEAVE_RETIRE_S = 1.5  # for the cluster of a leaving node to train the batches it has
 _RESTARTED = "the coordinator was restarted"
 
 
@@ -174,6 +178,8 @@ class Coordinator:
         self.averaging = AveragingService(self, averaging or AveragingPolicy())
         self.replication = ReplicationService(self, replication or ReplicationPolicy())
         self._planning = PlanningService(self)
+        self._notices = WaitNotices(self)
+        self.contribution_of: Callable[[str], Contribution | None] = lambda name: None
         self._resuming: ResumeService | None = None
         self._late_failures: dict[str, int] = {}  # generation of the last one, by node
 
@@ -221,6 +227,7 @@ class Coordinator:
     def _tick(self, now_s: float) -> None:
         for decision in decide(self.state, now_s, self.policy):
             self._execute(decision)
+        self._notices.tick()
         if self._resuming:
             self._resuming.tick()
             return
@@ -280,8 +287,20 @@ class Coordinator:
             )
         )
         self.state.mark_seen(name, now_s, "")
+        self._notices.forget(name)
+        if self.state.end_reason is not None:
+            self.say_goodbye(name)
+            return
         session.send(Welcome(run=self.state.run, heartbeat_s=self.heartbeat_s))
         self.running.send_assignment(name)
+
+    def say_goodbye(self, name: str, *, is_run_over: bool = True) -> None:
+        """Disconnect a node because the run has ended, with its contribution."""
+        if (session := self.sessions.get(name)) is not None:
+            session.disconnect(
+                self.state.end_reason or "the run has ended", may_reconnect=True, is_run_over=is_run_over,
+                contribution=self.contribution_of(name),
+            )  # fmt: skip
 
     def handle_disconnect(self, session: Session, reason: str) -> None:
         """The connection of a node ended. It may continue training and reconnect; the liveness timeout decides."""
@@ -295,7 +314,7 @@ class Coordinator:
         self._fail_cluster_of(name, f"lost {name}: {reason}")
         session = self.sessions.pop(name, None)
         if session is not None:
-            session.disconnect(reason, may_reconnect=not is_voluntary)
+            session.disconnect(reason, may_reconnect=not is_voluntary, contribution=self.contribution_of(name))
 
     def kick(self, name: str, reason: str) -> None:
         """Remove a node for good."""
@@ -322,7 +341,9 @@ class Coordinator:
         if self.state.nodes[name].leaving_s is None:
             self.record(NodeLeaving(self.now_s(), name, reason))
             if (active := self.running.cluster_of(name)) is not None:
-                self.running.retire(active.id, f"{name} is leaving")
+                is_handover = can_take_over(self.state, self.policy.min_stages)
+                self.running.retire(active.id, f"{name} is leaving", _LEAVE_RETIRE_S if is_handover else 0.0)
+                asyncio.get_running_loop().call_later(_LEAVE_RETIRE_S, self._wake.set)
 
     # messages of nodes
 

@@ -54,6 +54,7 @@ from ravnest.coordinator.requester import Requester
 from ravnest.coordinator.status import RunStatus, RuntimeStatus, status_of
 from ravnest.core.config import config, require
 from ravnest.errors import LinkError
+from ravnest.protocol.control import Contribution
 from ravnest.protocol.relay import FEED_PROTOCOL, RELAY_PROTOCOL
 from ravnest.transport.address import Address
 from ravnest.transport.local import control_socket, feed_socket, listen_local
@@ -62,6 +63,7 @@ from ravnest.transport.ticket import Ticket, new_token
 __all__ = ["CoordinatorServer", "CoordinatorConfig"]
 
 _FLUSH_S = 0.25
+_GOODBYE_S = 3.0  # for nodes whose connection is interrupted to come back and be told that the run has ended
 _FREQUENT = (LeaseGranted, LeaseSettled, ConnectionRejected)  # frequent, and written together
 _MAX_ADDRESSES = 6
 
@@ -115,9 +117,10 @@ class CoordinatorServer:
         resume: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
         live: Callable[[], RuntimeStatus] = RuntimeStatus,
+        contribution_of: Callable[[str], Contribution | None] = lambda name: None,
         extend: Callable[[web.Application, CoordinatorServer], None] = lambda app, server: None,
     ) -> None:
-        """`extend` adds resources to the app of the port."""
+        """`extend` adds resources to the app of the port; `contribution_of` is what nodes are thanked for."""
         self.config = config
         self._extend = extend
         self._authority: CertificateAuthority | None = None
@@ -138,6 +141,7 @@ class CoordinatorServer:
             clock=config.clock,
             timeouts=config.timeouts,
         )
+        self.coordinator.contribution_of = contribution_of
         for problem in problems:
             self.coordinator.note(problem)
         for name in [name for name, node in state.nodes.items() if node.is_present]:
@@ -235,8 +239,8 @@ class CoordinatorServer:
         self._journal.flush(sync=True)
         self._journal.close()
 
-    async def close(self, reason: str) -> None:
-        """End the run and all sessions, and stop listening."""
+    async def close(self, reason: str, *, is_over: bool = True) -> None:
+        """End the run and all sessions, and stop listening. Unless `is_over`, nodes wait for the run to be resumed."""
         coordinator = self.coordinator
         coordinator.running.is_ending = True
         for cluster in list(coordinator.running.clusters):
@@ -246,9 +250,13 @@ class CoordinatorServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for session in list(coordinator.sessions.values()):
-            session.disconnect(reason, may_reconnect=True)
+        nodes = coordinator.state.nodes.items()
+        is_incomplete = any(node.is_present and name not in coordinator.sessions for name, node in nodes)
+        for name in list(coordinator.sessions):
+            coordinator.say_goodbye(name, is_run_over=is_over)
         await asyncio.sleep(0.2 if coordinator.sessions else 0)  # let `Disconnect` messages be sent
+        if is_over and is_incomplete:
+            await asyncio.sleep(_GOODBYE_S)
         await self._closing.aclose()
         self._journal.flush(sync=True)
         self._journal.close()

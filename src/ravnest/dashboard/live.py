@@ -18,6 +18,7 @@ from aiohttp import web
 from ravnest.coordinator.events import Event, LeaseGranted, LeaseReturned, LeaseSettled, NodeReady
 from ravnest.coordinator.http.server import role_of
 from ravnest.coordinator.service import CoordinatorServer
+from ravnest.dashboard.contributions import NodeContribution
 from ravnest.dashboard.document import LiveDocument, contribution_values, document_values
 from ravnest.dashboard.history import RunHistory, load_saved
 from ravnest.dashboard.site import HEADERS, Access, LocalListener, Role, bearer, make_site
@@ -77,6 +78,12 @@ class Dashboard:
         if settled > self._settled:
             self.history.contributions.settle(event.cluster, event.samples)
         self._settled = settled
+
+    def contribution_of(self, name: str) -> NodeContribution | None:
+        """Return what a node has contributed so far."""
+        if self._service is None:
+            return None
+        return self.history.contributions.totals(self._service.coordinator.now_s()).get(name)
 
     def attach(self, app: web.Application, service: CoordinatorServer) -> None:
         """Add the pages to the coordinator's app, and open the listener together with it."""

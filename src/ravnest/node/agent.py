@@ -2,8 +2,8 @@
 
     membership -> profile -> worker with open endpoints -> Hello -> DesiredAssignment, DesiredAssignment, ...
 
-The session with the coordinator may break at any moment; it is reopened with backoff, without limit, and the worker and
-its links keep running meanwhile. A worker that dies is restarted.
+The session with the coordinator may break at any moment; it is reopened with backoff, for as long as the owner allows,
+and the worker and its links keep running meanwhile. A worker that dies is restarted. The agent ends with the run.
 
 The PC is measured before it joins: memory and speed by `ravnest profile --json` in a subprocess, then bandwidth and
 latency to the coordinator. The agent itself never imports torch.
@@ -15,14 +15,16 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable
+from dataclasses import dataclass
 
 import msgspec
 
-from ravnest.core.clock import Backoff
+from ravnest.core.clock import Backoff, Deadline
 from ravnest.core.config import config, require
+from ravnest.core.units import format_seconds
 from ravnest.errors import LinkError, RavnestError, RequestRejected
 from ravnest.node.client import Client
-from ravnest.node.console import AgentConsole, joined
+from ravnest.node.console import AgentConsole, joined, thanks
 from ravnest.node.membership import Membership
 from ravnest.node.reconciler import Reconciler
 from ravnest.node.session import DisconnectedByCoordinator, Outbox, run_session
@@ -34,6 +36,7 @@ from ravnest.protocol.commands import StageReady
 from ravnest.protocol.control import (
     AddressChanged,
     AssignmentReleased,
+    Contribution,
     DesiredAssignment,
     FromCoordinator,
     Hello,
@@ -44,11 +47,12 @@ from ravnest.protocol.control import (
     StageCommand,
     StageReport,
     StoreReplica,
+    Waiting,
     Welcome,
 )
 from ravnest.protocol.worker import EndpointOpened, StageReleased, StartWorker, WorkerUnable
 
-__all__ = ["Agent", "AgentConfig", "with_line"]
+__all__ = ["Agent", "AgentConfig", "CoordinatorAway", "Farewell", "with_line"]
 
 _LINE_S = 1.0  # in each direction
 _MAX_LATENCY_S = 60.0
@@ -122,7 +126,8 @@ async def measure_pc(memory_bytes: int | None, threads: int | None) -> NodeProfi
 
 # the agent
 
-_LEAVE_S = 70.0  # a second Ctrl-C does not wait for it
+_LEAVE_S = 3.0  # for the coordinator to answer; a second Ctrl-C does not wait for it
+_MAX_LEAVE_S = 60.0
 _OBSERVED_S = 3.0
 _NOT_A_MEMBER = (401, 403)
 
@@ -140,9 +145,24 @@ class AgentConfig:
     profile: NodeProfile | None = None  # None: this PC is measured first
     core: int = -1
     spawn: SpawnWorker = spawn_worker
+    max_wait_s: float | None = None  # for a coordinator that does not answer; None: without end
+    stays: bool = False  # after the end of a run, for the next one
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 2**16, f"port must be 1 to 65535, or 0 for any, got {self.port}")
+
+
+@dataclass(frozen=True)
+class Farewell:
+    """The end of a node's part in a run: the coordinator's reason, and what the node contributed."""
+
+    reason: str
+    is_run_over: bool
+    contribution: Contribution | None
+
+
+class CoordinatorAway(RavnestError):
+    """The coordinator has not answered for as long as the owner wants to wait."""
 
 
 class Agent:
@@ -160,9 +180,16 @@ class Agent:
         self._profile: NodeProfile | None = None
         self._is_line_measured = not membership.identity
         self._is_welcome = False
+        self._leave_deadline = Deadline(0.0)
+        self._farewell: Farewell | None = None
 
-    async def run(self) -> None:
-        """Run until `leave` is called; raises `DisconnectedByCoordinator` when the coordinator removes this node."""
+    async def run(self) -> Farewell | None:
+        """Run until the run ends or `leave` is called; returns the coordinator's farewell, if it sent one.
+
+        Raises:
+            DisconnectedByCoordinator: The coordinator has removed this node.
+            CoordinatorAway: The coordinator has not answered for `max_wait_s`.
+        """
         with self._config.home.held():
             work = asyncio.create_task(self._work())
             leaving = asyncio.create_task(self._leaving.wait())
@@ -172,18 +199,20 @@ class Agent:
                     task.result()
                 if self._is_welcome and self._leaving.is_set():
                     self._outbox.put(LeaveRequest("its owner ended it"))
-                    await asyncio.wait((work,), timeout=_LEAVE_S)  # the coordinator's answer ends it
+                    self._leave_deadline = Deadline(_LEAVE_S)
+                    while not work.done() and not self._leave_deadline.passed():  # the coordinator's answer ends it
+                        await asyncio.wait((work,), timeout=self._leave_deadline.left_s())
             finally:
                 work.cancel()
                 leaving.cancel()
                 await asyncio.gather(work, leaving, return_exceptions=True)
                 await self._reconciler.close()
                 await self._supervisor.stop()
+        return self._farewell
 
     def leave(self) -> None:
-        """Leave the run once another node has taken over the stage."""
-        handover = " once others have taken over its stage; press Ctrl-C again to leave at once"
-        self._console.log(f"leaving{handover if self._reconciler.holding else ''}")
+        """Leave the run; the coordinator says how long others need to take over the stage."""
+        self._console.log(f"leaving{'; press Ctrl-C again to leave at once' if self._reconciler.holding else ''}")
         self._leaving.set()
 
     def kill(self) -> None:
@@ -192,7 +221,11 @@ class Agent:
 
     async def _work(self) -> None:
         config, membership = self._config, self._membership
-        await membership.join(self._console.log)
+        try:
+            async with asyncio.timeout(config.max_wait_s):
+                await membership.join(self._console.log)
+        except TimeoutError:
+            raise self._away("the coordinator does not answer") from None
         if config.profile is None:
             self._console.log("measuring this PC")
         profile = config.profile or await measure_pc(config.memory_bytes, config.threads)
@@ -217,18 +250,29 @@ class Agent:
         await self._stay_connected()
 
     async def _stay_connected(self) -> None:
-        backoff, failures = Backoff(), 0
+        backoff, failures, max_wait_s = Backoff(), 0, self._config.max_wait_s
+        limit = "" if max_wait_s is None else f" for up to {format_seconds(max_wait_s)}"
+        away = None if max_wait_s is None else Deadline(max_wait_s)
         while (problem := await self._try_session()) is not None:
             if self._is_welcome:  # the session worked: this is a first failure
                 self._is_welcome, failures = False, 0
                 backoff.reset()
+                if away is not None:
+                    away.restart()
             else:
                 self._membership.try_next_address()
                 failures += 1
             if failures % self._membership.num_addresses == 0:  # all of them have been tried
+                if away is not None and away.passed():
+                    raise self._away(problem)
                 training = ", training continues" if self._reconciler.holding else ""
-                self._console.log(f"{problem}; retrying with backoff{training}")
+                self._console.log(f"{problem}; retrying{limit}{training}")
                 await asyncio.sleep(backoff.next_s())
+
+    def _away(self, problem: str) -> CoordinatorAway:
+        assert self._config.max_wait_s is not None
+        waited = format_seconds(self._config.max_wait_s)
+        return CoordinatorAway(f"{problem}, for {waited} now: join again if the run continues")
 
     async def _try_session(self) -> str | None:
         """Return why the session ended, if it may be opened again; None when the node has left."""
@@ -237,8 +281,8 @@ class Agent:
                 await self._run_session(client)
             return None
         except DisconnectedByCoordinator as error:
-            if self._leaving.is_set():
-                return None
+            if self._leaving.is_set() or error.is_run_over:
+                return self._end_run(error)
             if not error.may_reconnect:
                 raise
             return f"disconnected by the coordinator: {error}"
@@ -250,6 +294,16 @@ class Agent:
             return str(error)
         except LinkError as error:
             return None if self._leaving.is_set() else str(error)
+
+    def _end_run(self, error: DisconnectedByCoordinator) -> str | None:
+        """Return why to connect again after the end of a run, or of this node's part in it."""
+        farewell = Farewell(str(error), error.is_run_over, error.contribution)
+        if self._leaving.is_set() or not self._config.stays:
+            self._farewell = farewell
+            return None
+        if self._is_welcome:  # else this run's end has been said
+            self._console.log(thanks(farewell.contribution))
+        return "waiting for the next run with this ticket"
 
     async def _run_session(self, client: Client) -> None:
         supervisor = self._supervisor
@@ -282,6 +336,10 @@ class Agent:
                 self._reconciler.command(generation, command)
             case SendReplica() | StoreReplica():
                 self._supervisor.send(message)
+            case Waiting(reason=reason, within_s=within_s):
+                self._console.waiting(reason, within_s)
+                if self._leaving.is_set() and within_s is not None:
+                    self._leave_deadline = Deadline(min(max(within_s, 0.0), _MAX_LEAVE_S) + _LEAVE_S)
 
     def _handle_worker(
         self, message: EndpointOpened | AddressChanged | StageReport | StageReleased | ReplicaStored | WorkerUnable

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ravnest.core.clock import Clock, SystemClock
 from ravnest.core.metrics import StageMetrics
-from ravnest.core.units import format_bytes, format_rate
+from ravnest.core.units import format_bytes, format_rate, format_seconds
 from ravnest.protocol.commands import LinkReport, StageFailed, StageReady, StateSaved, StepReport
-from ravnest.protocol.control import Assignment, NodeProfile, StageReport
+from ravnest.protocol.control import Assignment, Contribution, NodeProfile, StageReport
 
-__all__ = ["AgentConsole", "joined"]
+__all__ = ["AgentConsole", "given", "joined", "thanks"]
 
 _TRAINING_S = 10.0
 
@@ -35,6 +35,10 @@ class AgentConsole:
     def assigned(self, assignment: Assignment | None, reason: str) -> None:
         self._assignment, self._progress = assignment, None
         self.log(f"free: {reason}" if assignment is None else f"{stage_of(assignment)}: loading")
+
+    def waiting(self, reason: str, within_s: float | None) -> None:
+        """Print why this node waits, and for how long at most."""
+        self.log(reason if within_s is None else f"{reason} within {within_s:.0f} s")
 
     def worker_lost(self, reason: str, wait_s: float, log: Path) -> None:
         self.log(f"{reason}; starting another in {wait_s:.1f} s. Its log: {log}")
@@ -75,6 +79,22 @@ def joined(name: str, profile: NodeProfile) -> str:
     return (
         f"joined as {name}: {format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s, "
         f"{format_rate(profile.up_bytes_per_s)} up"
+    )
+
+
+def thanks(contribution: Contribution | None) -> str:
+    """Return what to say to the owner at the end of a run."""
+    if contribution is None or not contribution.batches:
+        return "the run has ended: thank you for lending this PC; it did not train"
+    return f"the run has ended: thank you. {given(contribution)}"
+
+
+def given(contribution: Contribution) -> str:
+    hours = contribution.seconds / 3600
+    return (
+        f"This PC trained {contribution.batches} batches ({contribution.samples} samples) in "
+        f"{f'{hours:.3g} h' if hours >= 1 else format_seconds(contribution.seconds)}, sent "
+        f"{format_bytes(contribution.sent_bytes)} and received {format_bytes(contribution.received_bytes)}"
     )
 
 

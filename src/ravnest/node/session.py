@@ -17,7 +17,16 @@ import msgspec
 
 from ravnest.errors import FrameError, LinkClosed, LinkTimeout, RavnestError
 from ravnest.node.client import Client
-from ravnest.protocol.control import MAX_MESSAGE_BYTES, Disconnect, FromCoordinator, FromNode, Heartbeat, Hello, Welcome
+from ravnest.protocol.control import (
+    MAX_MESSAGE_BYTES,
+    Contribution,
+    Disconnect,
+    FromCoordinator,
+    FromNode,
+    Heartbeat,
+    Hello,
+    Welcome,
+)
 
 __all__ = ["Outbox", "DisconnectedByCoordinator", "run_session"]
 
@@ -31,11 +40,13 @@ _decoder: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(Fro
 
 
 class DisconnectedByCoordinator(RavnestError):
-    """The coordinator ended the session; `again`: the node may reconnect."""
+    """The coordinator ended the session: because the run is over, or the node may reconnect or not."""
 
-    def __init__(self, reason: str, *, may_reconnect: bool) -> None:
+    def __init__(
+        self, reason: str, *, may_reconnect: bool, is_run_over: bool = False, contribution: Contribution | None = None
+    ) -> None:
         super().__init__(reason)
-        self.may_reconnect = may_reconnect
+        self.may_reconnect, self.is_run_over, self.contribution = may_reconnect, is_run_over, contribution
 
 
 class Outbox:
@@ -151,5 +162,8 @@ async def _receive(socket: aiohttp.ClientWebSocketResponse[bool], timeout_s: flo
     except ValueError as error:
         raise FrameError(f"could not decode a message of the coordinator: {error}") from error
     if isinstance(message, Disconnect):
-        raise DisconnectedByCoordinator(message.reason, may_reconnect=message.may_reconnect)
+        raise DisconnectedByCoordinator(
+            message.reason, may_reconnect=message.may_reconnect, is_run_over=message.is_run_over,
+            contribution=message.contribution,
+        )  # fmt: skip
     return message

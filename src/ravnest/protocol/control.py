@@ -16,6 +16,7 @@ from ravnest.protocol.peer import Peer, PeerAddresses
 __all__ = [
     "Heartbeat",
     "Blob",
+    "Contribution",
     "ReplicaStored",
     "ReplicaInfo",
     "DesiredAssignment",
@@ -33,6 +34,7 @@ __all__ = [
     "ReplicaSource",
     "StageCommand",
     "FromCoordinator",
+    "Waiting",
     "Welcome",
     "FILE_HEADER",
     "MAX_MESSAGE_BYTES",
@@ -236,12 +238,34 @@ class StoreReplica(TaggedRecord, frozen=True):
     source: Peer
 
 
+class Waiting(TaggedRecord, frozen=True):
+    """The node has nothing to do for `reason`, which ends within `within_s` if it is known."""
+
+    reason: str
+    within_s: float | None = None
+
+
+class Contribution(Record, frozen=True, kw_only=True):
+    """Work of a node in a run: batches and samples that passed through its stages, time in training clusters, bytes."""
+
+    batches: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
 class Disconnect(TaggedRecord, frozen=True):
-    """The coordinator ends the session, for `reason`; the node may reconnect if `may_reconnect`."""
+    """The coordinator ends the session, for `reason`; the node may reconnect if `may_reconnect`.
+
+    If `is_run_over`, the run has ended and this address serves no run, or another one, from now on.
+    """
 
     reason: str
     may_reconnect: bool = True
+    is_run_over: bool = False
+    contribution: Contribution | None = None
 
 
 FromNode = Hello | AddressChanged | Heartbeat | StageReport | AssignmentReleased | ReplicaStored | LeaveRequest
-FromCoordinator = Welcome | DesiredAssignment | StageCommand | SendReplica | StoreReplica | Disconnect
+FromCoordinator = Welcome | DesiredAssignment | StageCommand | SendReplica | StoreReplica | Waiting | Disconnect

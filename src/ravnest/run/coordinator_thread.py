@@ -38,7 +38,7 @@ class CoordinatorThread:
         self._opened = threading.Event()
         self._closing: asyncio.Event | None = None
         self._error: BaseException | None = None
-        self._reason = "the run has ended"
+        self._reason, self._is_over = "the run has ended", True
         self._has_started = False
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
@@ -56,7 +56,7 @@ class CoordinatorThread:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._reason = f"the run has ended: {error or kind}"
+            self._reason, self._is_over = f"the run has stopped: {error or kind}", False
             if self._nodes is not None:
                 self._nodes.kill()
         closing = self._closing
@@ -108,7 +108,7 @@ class CoordinatorThread:
         tasks = [task for task in (closing, running, nodes) if task is not None]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if closing.done() or (nodes is not None and nodes.done()):
-            await self.service.close(self._reason)
+            await self.service.close(self._reason, is_over=self._is_over)
         else:
             await self.service.abort()
         if nodes is not None:

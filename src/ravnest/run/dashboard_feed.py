@@ -8,6 +8,7 @@ from typing import Any
 from ravnest.coordinator.events import Event, PlanCreated
 from ravnest.dashboard.history import read_lines
 from ravnest.dashboard.live import Dashboard
+from ravnest.protocol.control import Contribution
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.coordinator_thread import CoordinatorThread
 from ravnest.run.metrics import ProgressView
@@ -35,6 +36,16 @@ class DashboardFeed:
                 content = self._builder.plans[spec.id].content()
                 self.dashboard.history.add_plan(spec.id, spec.members, shares, content)
         self.dashboard.record(event)
+
+    def contribution_of(self, name: str) -> Contribution | None:
+        """Return what a node has contributed to the run. Called in the coordinator's loop."""
+        found = self.dashboard.contribution_of(name)
+        if found is None:
+            return None
+        return Contribution(
+            batches=found.batches, samples=found.samples, seconds=found.seconds, sent_bytes=found.sent_bytes,
+            received_bytes=found.received_bytes,
+        )  # fmt: skip
 
     def begin(self, thread: CoordinatorThread, view: ProgressView) -> None:
         """Show the link; the curves of a resumed run begin with the lines that its `metrics.jsonl` keeps."""

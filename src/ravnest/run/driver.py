@@ -199,6 +199,7 @@ class RunDriver:
             first=0 if job.start is None else job.start.manifest.batches,
             resume=job.config.resume is not None and prepared.nodes is None,
             on_event=self._handle_event, live=self._runtime_status, extend=self._dashboard.dashboard.attach,
+            contribution_of=self._dashboard.contribution_of,
         )  # fmt: skip
         self._resume(server.coordinator.state.leases)
         return server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from ravnest.errors import RavnestError
-from ravnest.node.agent import Agent, AgentConfig
+from ravnest.node.agent import Agent, AgentConfig, CoordinatorAway, Farewell
 from ravnest.node.console import AgentConsole
 from ravnest.node.membership import TicketMembership
 from ravnest.node.session import DisconnectedByCoordinator
@@ -22,11 +23,13 @@ from ravnest.protocol.commands import StageFailed
 from ravnest.protocol.control import (
     AddressChanged,
     Assignment,
+    Contribution,
     DesiredAssignment,
     Disconnect,
     LeaveRequest,
     NodeProfile,
     StageReport,
+    Waiting,
 )
 from ravnest.protocol.peer import PeerAddresses
 from tests.unit.node.fake_coordinator import TIMEOUT_S, FakeCoordinator, NodeSession
@@ -130,8 +133,11 @@ def test_the_life_of_an_agent(members: Members, tmp_path: Path) -> None:
 
             running.agent.leave()
             await again.receive(LeaveRequest)
-            await again.send(Disconnect("it left", may_reconnect=False))
-            await asyncio.wait_for(running.task, TIMEOUT_S)
+            await again.send(Waiting("others take over its stage", 20.0))
+            await running.printed("others take over its stage within 20 s")
+            await again.send(Disconnect("it left", may_reconnect=False, contribution=Contribution(batches=3)))
+            farewell = await asyncio.wait_for(running.task, TIMEOUT_S)
+            assert farewell == Farewell("it left", is_run_over=False, contribution=Contribution(batches=3))
             await again.close()
             return running.lines
 
@@ -149,7 +155,7 @@ def test_the_life_of_an_agent(members: Members, tmp_path: Path) -> None:
     ]
     places = [next(i for i, line in enumerate(started) if line.startswith(words)) for words in expected]
     assert places == sorted(places)
-    assert started[-1] == "leaving"
+    assert started[-2] == "leaving"
 
 
 def test_a_node_that_is_disconnected_for_good_ends(members: Members, tmp_path: Path) -> None:
@@ -171,6 +177,44 @@ def test_a_node_that_is_disconnected_for_good_ends(members: Members, tmp_path: P
 
     asyncio.run(life())
     assert workers() == []
+
+
+def test_an_agent_that_stays_joins_the_next_run_and_waits_for_a_coordinator_with_a_limit(
+    members: Members, tmp_path: Path
+) -> None:
+    async def life() -> list[str]:
+        async with FakeCoordinator(members) as coordinator:
+            config, membership = agent_config(coordinator, tmp_path)
+            running = RunningAgent((dataclasses.replace(config, stays=True, max_wait_s=1.0), membership))
+            session = await coordinator.admit()
+            await session.send(Waiting("waits for 2 more nodes"))
+            await running.printed("waits for 2 more nodes")
+            given = Contribution(batches=7, samples=70, seconds=7200.0, sent_bytes=10**9, received_bytes=10**6)
+            await session.send(Disconnect("all steps are done", is_run_over=True, contribution=given))
+            await session.close()
+            again = await coordinator.admit()
+            await again.close()
+        with pytest.raises(CoordinatorAway, match="for 1 s now: join again if the run continues"):
+            await asyncio.wait_for(running.task, TIMEOUT_S)
+        return running.lines
+
+    lines = asyncio.run(life())
+    given = "This PC trained 7 batches (70 samples) in 2 h, sent 1.0 GB and received 1.0 MB"
+    place = lines.index(f"the run has ended: thank you. {given}")
+    assert lines[place + 1].startswith("waiting for the next run with this ticket")
+    assert lines[place + 2].startswith("joined as attic")
+    assert workers() == []
+
+
+def test_an_agent_that_never_reaches_its_coordinator_ends(members: Members, tmp_path: Path) -> None:
+    async def life() -> None:
+        async with FakeCoordinator(members) as coordinator:
+            config, membership = agent_config(coordinator, tmp_path)
+        running = RunningAgent((dataclasses.replace(config, max_wait_s=0.2), membership))
+        with pytest.raises(CoordinatorAway, match="does not answer, for 200 ms now"):
+            await asyncio.wait_for(running.task, TIMEOUT_S)
+
+    asyncio.run(life())
 
 
 def test_a_directory_has_one_agent(members: Members, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ async def finish(process: asyncio.subprocess.Process) -> tuple[int, list[str]]:
     return await process.wait(), output.decode().splitlines()
 
 
-def test_one_node_leaves_by_ctrl_c_and_one_is_disconnected(tmp_path: Path) -> None:
+def test_one_node_leaves_by_ctrl_c_one_is_removed_and_one_ends_with_the_run(tmp_path: Path) -> None:
     members = Members(tmp_path / "members")
 
     async def life() -> None:
@@ -40,9 +40,10 @@ def test_one_node_leaves_by_ctrl_c_and_one_is_disconnected(tmp_path: Path) -> No
             ticket = str(coordinator.ticket())
             attic = await start(ticket, "--name", "attic", "--max-upload", "80 Mbit/s", *options)
             cellar = await start(ticket, "--name", "cellar", *options)
-            sessions = {session.name: session for session in (await coordinator.admit(), await coordinator.admit())}
+            barn = await start(ticket, "--name", "barn", *options)
+            sessions = {session.name: session for session in [await coordinator.admit() for _ in range(3)]}
             agent = psutil.Process(attic.pid)
-            workers = [*agent.children(), *psutil.Process(cellar.pid).children()]
+            workers = [child for pc in (attic, cellar, barn) for child in psutil.Process(pc.pid).children()]
             async with asyncio.timeout(TIMEOUT_S):
                 while workers[0].memory_info().rss < 100e6:  # noqa: ASYNC110  until it has imported torch
                     await asyncio.sleep(0.05)
@@ -53,6 +54,7 @@ def test_one_node_leaves_by_ctrl_c_and_one_is_disconnected(tmp_path: Path) -> No
             await sessions["attic"].receive(LeaveRequest)
             await sessions["attic"].send(Disconnect("it left", may_reconnect=False))
             await sessions["cellar"].send(Disconnect("it was kicked", may_reconnect=False))
+            await sessions["barn"].send(Disconnect("all steps are done", is_run_over=True))
             code, lines = await finish(attic)
             assert code == 0
             assert lines[:3] == [
@@ -66,7 +68,10 @@ def test_one_node_leaves_by_ctrl_c_and_one_is_disconnected(tmp_path: Path) -> No
             code, lines = await finish(cellar)
             assert code == 1
             assert lines[-1] == "removed by the coordinator: it was kicked"
-            assert len(workers) == 2
+            code, lines = await finish(barn)
+            assert code == 0
+            assert lines[-1] == "the run has ended: thank you for lending this PC; it did not train"
+            assert len(workers) == 3
             assert not any(worker.is_running() for worker in workers)
             for session in sessions.values():
                 await session.close()

@@ -1,7 +1,7 @@
 """Decides which nodes and clusters to keep, and when to plan. Pure; every decision has a reason.
 
     lose a node      that has sent nothing for three heartbeats
-    release a node   that wants to leave, when others have its state or after a timeout
+    release a node   that wants to leave, when others have its state or after a timeout (`departure`)
     end a cluster    with a lost member, or with members that are not ready in time
     create a plan    of the free nodes, and of quarantined ones where there is no plan without them: at once when a
                      cluster failed and its members have released their stages, else when no node has connected for
@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
+from ravnest.coordinator.policy.departure import handover_deadline_s, released
 from ravnest.coordinator.state import QUARANTINE_S, ClusterRecord, CoordinatorState, JoinToken, NodeRecord
 from ravnest.core.config import config, require
 from ravnest.core.ids import check_id
@@ -34,11 +35,13 @@ __all__ = [
     "EndCluster",
     "LoseNode",
     "MembershipPolicy",
+    "PlanWait",
     "ReleaseNode",
     "choose_name",
     "decide",
     "machines_of",
     "next_decision_s",
+    "plan_wait",
     "plannable",
     "token_rejection",
 ]
@@ -46,7 +49,6 @@ __all__ = [
 _MAX_NAME_LENGTH = 63
 _MISSED_HEARTBEATS = 3
 _RECONNECT_S = 3.0  # without a new connection before a plan, if all clusters failed at once
-_LEAVE_TIMEOUT_S = 60.0  # for others to fetch the state of a leaving node
 _MAX_REPLANNED = 4  # clusters considered together for a better plan
 
 
@@ -129,6 +131,15 @@ class MembershipPolicy:
 
 
 @dataclass(frozen=True)
+class PlanWait:
+    """Nodes that wait for a plan, when it is due (None: not yet), and the number of nodes that are missing for it."""
+
+    nodes: tuple[str, ...]
+    due_s: float | None = None
+    num_missing: int = 0
+
+
+@dataclass(frozen=True)
 class LoseNode:
     name: str
     reason: str
@@ -178,7 +189,7 @@ def decide(state: CoordinatorState, now_s: float, policy: MembershipPolicy) -> l
     plan = _plan(state, now_s, policy, silent) or _replan(state, now_s, policy, silent)
     return [
         *(LoseNode(name, why_lost) for name in silent),
-        *(ReleaseNode(name, reason) for name, reason in _released(state, now_s) if name not in silent),
+        *(ReleaseNode(name, why) for name, why in released(state, now_s, policy.min_stages) if name not in silent),
         *_ended(state, now_s, policy, silent),
         *([plan] if plan is not None else []),
     ]
@@ -188,6 +199,16 @@ def next_decision_s(state: CoordinatorState, now_s: float, policy: MembershipPol
     """The first time after `now_s` at which `decide` may change without an event, at most one heartbeat later."""
     times_s = (time_s for time_s in _decision_times_s(state, now_s, policy) if time_s > now_s)
     return min(times_s, default=now_s + policy.heartbeat_s)
+
+
+def plan_wait(state: CoordinatorState, now_s: float, policy: MembershipPolicy) -> PlanWait:
+    """What free nodes wait for."""
+    free = _plannable(state, now_s, policy, ())
+    if not state.run or state.end_reason is not None:
+        return PlanWait(tuple(free))
+    due = _plan_due(state, free, policy)
+    missing = max(_num_needed(state, policy) - len(free), 0)
+    return PlanWait(tuple(free), None if due is None else due[0], missing)
 
 
 def machines_of(state: CoordinatorState, names: Iterable[str]) -> tuple[Machine, ...]:
@@ -234,18 +255,6 @@ def _ended(
         elif cluster.phase == "forming" and now_s >= _forming_deadline_s(cluster, policy):
             reason = f"{_are(not_ready)} not ready after {policy.forming_timeout_s:g} s"
             yield EndCluster(cluster.plan.id, reason, not_ready)
-
-
-def _released(state: CoordinatorState, now_s: float) -> Iterator[tuple[str, str]]:
-    """Leaving nodes whose state no failed or forming cluster can need, or that have waited long enough."""
-    is_needed = bool(state.failed_clusters) or any(cluster.phase == "forming" for cluster in state.live_clusters())
-    for name, node in state.nodes.items():
-        if not node.is_present or node.leaving_s is None:
-            continue
-        if now_s >= node.leaving_s + _LEAVE_TIMEOUT_S:
-            yield name, f"{node.reason}; its state was not fetched within {_LEAVE_TIMEOUT_S:g} s"
-        elif node.cluster is None and not node.held_generation and not (node.replicas and is_needed):
-            yield name, node.reason
 
 
 def _forming_deadline_s(cluster: ClusterRecord, policy: MembershipPolicy) -> float:
@@ -393,7 +402,7 @@ def _decision_times_s(state: CoordinatorState, now_s: float, policy: MembershipP
         if node.releasing_s is not None:
             yield node.free_from_s
         if node.leaving_s is not None:
-            yield node.leaving_s + _LEAVE_TIMEOUT_S
+            yield handover_deadline_s(state, name)
     for cluster in state.live_clusters():
         yield _forming_deadline_s(cluster, policy)
     due = _plan_due(state, _plannable(state, now_s, policy, silent), policy)
