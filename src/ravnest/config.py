@@ -173,7 +173,7 @@ class TrainingConfig:
 
     min_nodes: int = _option(2, LISTEN, "Nodes that must have joined before training starts.", min=1)
     settle_time_s: float = _option(
-        15.0, LISTEN, "Start once no node has joined for this time, from 0s to 1d.", min=0, max=86400, metavar="TIME"
+        5.0, LISTEN, "Start once no node has joined for this time, from 0s to 1d.", min=0, max=86400, metavar="TIME"
     )
     advertise: str | None = _option(
         None, LISTEN, "Addresses in the ticket. Without it: those of this machine.", metavar="HOST:PORT[,...]"

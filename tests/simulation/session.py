@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.http.session import Session
 from ravnest.errors import FrameError
-from ravnest.protocol.control import Contribution, Disconnect, FromCoordinator, FromNode, Hello
+from ravnest.protocol.control import Disconnect, FromCoordinator, FromNode, Hello, NodeWork
 from tests.simulation.world import in_order
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SimulatedSession:
             self._fleet.loop.call_at(self._arrival_s(1), self._deliver_to_node, message)
 
     def disconnect(
-        self, reason: str, *, may_reconnect: bool, is_run_over: bool = False, contribution: Contribution | None = None
+        self, reason: str, *, may_reconnect: bool, is_run_over: bool = False, contribution: NodeWork | None = None
     ) -> None:
         if self.is_open:
             self.send(Disconnect(reason, may_reconnect, is_run_over, contribution))

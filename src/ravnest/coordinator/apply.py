@@ -73,6 +73,10 @@ def apply(state: CoordinatorState, event: Event) -> None:
         case on.NodeAddressChanged(name=name, peer_addresses=addresses):
             if name in state.nodes:
                 state.nodes[name].peer_addresses = addresses
+        case on.NodeProfileChanged(name=name, profile=profile):
+            if name in state.nodes and state.nodes[name].profile != profile:
+                state.nodes[name].profile, state.has_new_speeds = profile, True
+                state.unplaceable.discard(name)
         case on.NodeLost():
             _remove(state, event)
         case on.NodeQuarantined(at_s=at_s, name=name, reason=reason, may_retry=may_retry):

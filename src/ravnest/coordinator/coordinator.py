@@ -33,6 +33,7 @@ from ravnest.coordinator.events import (
     NodeKicked,
     NodeLeaving,
     NodeLost,
+    NodeProfileChanged,
     NodeQuarantined,
     NodeReady,
     NodeReleased,
@@ -81,12 +82,13 @@ from ravnest.protocol.commands import (
 from ravnest.protocol.control import (
     AddressChanged,
     AssignmentReleased,
-    Contribution,
     FromCoordinator,
     FromNode,
     Heartbeat,
     Hello,
     LeaveRequest,
+    NodeWork,
+    ProfileChanged,
     ReplicaStored,
     StageReport,
     Welcome,
@@ -179,7 +181,7 @@ class Coordinator:
         self.replication = ReplicationService(self, replication or ReplicationPolicy())
         self._planning = PlanningService(self)
         self._notices = WaitNotices(self)
-        self.contribution_of: Callable[[str], Contribution | None] = lambda name: None
+        self.contribution_of: Callable[[str], NodeWork | None] = lambda name: None
         self._resuming: ResumeService | None = None
         self._late_failures: dict[str, int] = {}  # generation of the last one, by node
 
@@ -357,6 +359,9 @@ class Coordinator:
                 _check_addresses(addresses)
                 if addresses != self.state.nodes[name].peer_addresses:
                     self.record(NodeAddressChanged(self.now_s(), name, addresses))
+            case ProfileChanged(profile=profile):
+                if profile != self.state.nodes[name].profile:
+                    self.record(NodeProfileChanged(self.now_s(), name, profile))
             case StageReport():
                 active = self.running.cluster_of(name)
                 if active is not None and message.generation == active.generation:

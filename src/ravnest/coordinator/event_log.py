@@ -29,8 +29,8 @@ def describe(event: Event) -> str | None:
 
 
 _NodeEvent = (
-    on.TokenIssued | on.NodeEnrolled | on.NodeKicked | on.NodeConnected | on.NodeLost | on.NodeLeaving
-    | on.NodeQuarantined | on.NodeSpeedEstimated | on.FleetSpeedEstimated | on.ConnectionRejected
+    on.TokenIssued | on.NodeEnrolled | on.NodeKicked | on.NodeConnected | on.NodeProfileChanged | on.NodeLost
+    | on.NodeLeaving | on.NodeQuarantined | on.NodeSpeedEstimated | on.FleetSpeedEstimated | on.ConnectionRejected
 )  # fmt: skip
 _ClusterEvent = (
     on.PlanCreated | on.PlanFailed | on.LinkEstablished | on.NodeReady | on.ClusterEnded | on.ReplanConsidered
@@ -81,6 +81,9 @@ def _describe_node_event(event: _NodeEvent) -> str:
             size = f"{format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s on {profile.device}"
             origin = f" from {address}" if address else ""
             return f"{name} connected{origin}: {size}"
+        case on.NodeProfileChanged(name=name, profile=profile):
+            size = f"{format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s, {profile.threads} threads"
+            return f"{name} offers {size} from now on: agents of its PC have come or gone"
         case on.NodeLost(name=name, reason=reason, is_voluntary=is_voluntary):
             return f"{name} left: {reason}" if is_voluntary else f"{name} is lost: {reason}"
         case on.NodeLeaving(name=name, reason=reason):

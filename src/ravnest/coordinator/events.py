@@ -22,6 +22,7 @@ __all__ = [
     "LeaseSettled",
     "LinkEstablished",
     "NodeAddressChanged",
+    "NodeProfileChanged",
     "NodeAverageApplied",
     "NodeAverageReady",
     "NodeAveragingFailed",
@@ -153,6 +154,13 @@ class NodeAddressChanged(_Event, frozen=True):
 
     name: str
     peer_addresses: PeerAddresses
+
+
+class NodeProfileChanged(_Event, frozen=True):
+    """A node offers other resources."""
+
+    name: str
+    profile: NodeProfile
 
 
 class NodeLost(_Event, frozen=True):
@@ -380,7 +388,8 @@ class LeaseReturned(_Event, frozen=True):
 
 Event = (
     RunStarted | RunEnded | NoteAdded
-    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeAddressChanged | NodeLost | NodeLeaving
+    | TokenIssued | NodeEnrolled | NodeKicked | NodeConnected | NodeAddressChanged
+    | NodeProfileChanged | NodeLost | NodeLeaving
     | NodeQuarantined | NodeSpeedEstimated | FleetSpeedEstimated | ConnectionRejected
     | PlanCreated | PlanFailed | LinkEstablished | NodeReady | NodeReleased | ReplicaRecorded | ClusterEnded
     | ReplanConsidered

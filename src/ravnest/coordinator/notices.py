@@ -31,7 +31,8 @@ def wait_of(state: CoordinatorState, name: str, now_s: float, policy: Membership
         return f"waits until {' and '.join(others)} {'is' if len(others) == 1 else 'are'} ready", None
     if name in plan.nodes:
         if plan.due_s is not None:
-            return "waits for more nodes: training begins", plan.due_s
+            number = f"{plan.num_arriving} more node{'' if plan.num_arriving == 1 else 's'}"
+            return f"waits for {number if plan.num_arriving else 'more nodes'}: training begins", plan.due_s
         if plan.num_missing:
             return f"waits for {plan.num_missing} more node{'' if plan.num_missing == 1 else 's'}", None
         return node.reason, None

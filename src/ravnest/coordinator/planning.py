@@ -62,6 +62,7 @@ class PlanningService:
         self._context = context
         self._task: asyncio.Task[None] | None = None
         self._stragglers = StragglerDetector()
+        self._planned_gflops: dict[str, float] = {}  # by node: the measured speed that its plan is based on
 
     def execute(self, decision: CreatePlan | ConsiderReplan) -> None:
         """Start planning, unless a plan is being computed."""
@@ -109,6 +110,7 @@ class PlanningService:
             PlanCreated(now_s, generation, clusters, planned.spares, planned.left_out, reason, now_s - start_s)
         )
         for one in usable:
+            self._planned_gflops |= {name: state.nodes[name].profile.gflops for name in one.spec.members}
             context.running.start_cluster(one, context.replication.sources(one.spec.members, one.restore))
 
     def _as_measured(self, cluster: ClusterSpec, speeds: Mapping[str, float]) -> ClusterSpec:
@@ -159,7 +161,9 @@ class PlanningService:
     def handle_step_report(self, name: str, cluster: ClusterSpec, stage: int, metrics: StageMetrics) -> None:
         """Add the metrics of a stage."""
         if cluster.stage_seconds:
-            self._stragglers.add_report(name, metrics, cluster.stage_seconds[stage], self._context.now_s())
+            gflops = self._context.state.nodes[name].profile.gflops  # the node may offer another share of its PC now
+            expected_s = cluster.stage_seconds[stage] * self._planned_gflops.get(name, gflops) / gflops
+            self._stragglers.add_report(name, metrics, expected_s, self._context.now_s())
 
     def tick(self) -> None:
         """Record new speed estimates; raises the error of a plan that failed unexpectedly."""

@@ -54,7 +54,7 @@ from ravnest.coordinator.requester import Requester
 from ravnest.coordinator.status import RunStatus, RuntimeStatus, status_of
 from ravnest.core.config import config, require
 from ravnest.errors import LinkError
-from ravnest.protocol.control import Contribution
+from ravnest.protocol.control import NodeWork
 from ravnest.protocol.relay import FEED_PROTOCOL, RELAY_PROTOCOL
 from ravnest.transport.address import Address
 from ravnest.transport.local import control_socket, feed_socket, listen_local
@@ -117,7 +117,7 @@ class CoordinatorServer:
         resume: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
         live: Callable[[], RuntimeStatus] = RuntimeStatus,
-        contribution_of: Callable[[str], Contribution | None] = lambda name: None,
+        contribution_of: Callable[[str], NodeWork | None] = lambda name: None,
         extend: Callable[[web.Application, CoordinatorServer], None] = lambda app, server: None,
     ) -> None:
         """`extend` adds resources to the app of the port; `contribution_of` is what nodes are thanked for."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ravnest.errors import RavnestError
 
-__all__ = ["data_directory", "host_name", "lock_directory", "sync_directory"]
+__all__ = ["data_directory", "host_name", "is_locked", "lock_directory", "lock_file", "sync_directory"]
 
 
 def data_directory() -> Path:
@@ -47,13 +47,13 @@ def lock_directory(directory: Path, locked_message: str) -> Iterator[None]:
         raise RavnestError(f"cannot write to {directory}: {error}") from error
     with file:
         try:
-            _lock(file.fileno())
+            lock_file(file.fileno())
         except OSError:
             raise RavnestError(locked_message) from None
         yield
 
 
-def _lock(fd: int) -> None:
+def lock_file(fd: int) -> None:
     """Lock until the file is closed or the process ends; `OSError` if another process holds the lock."""
     if sys.platform == "win32":
         import msvcrt
@@ -63,6 +63,19 @@ def _lock(fd: int) -> None:
         import fcntl
 
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether the lock of this file is held through another open file; several may look at a time."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 def sync_directory(path: Path) -> None:

@@ -5,16 +5,14 @@
 The session with the coordinator may break at any moment; it is reopened with backoff, for as long as the owner allows,
 and the worker and its links keep running meanwhile. A worker that dies is restarted. The agent ends with the run.
 
-The PC is measured before it joins: memory and speed by `ravnest profile --json` in a subprocess, then bandwidth and
-latency to the coordinator. The agent itself never imports torch.
+The agent offers its share of the PC (`offer`), which changes when other agents of the PC come or go; the line to the
+coordinator is measured while the worker starts. The agent itself never imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-from collections.abc import Awaitable
 from dataclasses import dataclass
 
 import msgspec
@@ -25,23 +23,26 @@ from ravnest.core.units import format_seconds
 from ravnest.errors import LinkError, RavnestError, RequestRejected
 from ravnest.node.client import Client
 from ravnest.node.console import AgentConsole, joined, thanks
+from ravnest.node.measurement import with_line
 from ravnest.node.membership import Membership
+from ravnest.node.offer import PcOffer, describe_share
 from ravnest.node.reconciler import Reconciler
 from ravnest.node.session import DisconnectedByCoordinator, Outbox, run_session
-from ravnest.node.storage import NodeStorage
+from ravnest.node.storage import NodeStorage, host_directory
 from ravnest.node.worker_process import SpawnWorker, spawn_worker
 from ravnest.node.worker_supervisor import WorkerSupervisor
-from ravnest.profiling.bandwidth import measure_download, measure_latency_s, measure_upload
+from ravnest.profiling.limits import MachineLimits
 from ravnest.protocol.commands import StageReady
 from ravnest.protocol.control import (
     AddressChanged,
     AssignmentReleased,
-    Contribution,
     DesiredAssignment,
     FromCoordinator,
     Hello,
     LeaveRequest,
     NodeProfile,
+    NodeWork,
+    ProfileChanged,
     ReplicaStored,
     SendReplica,
     StageCommand,
@@ -52,83 +53,12 @@ from ravnest.protocol.control import (
 )
 from ravnest.protocol.worker import EndpointOpened, StageReleased, StartWorker, WorkerUnable
 
-__all__ = ["Agent", "AgentConfig", "CoordinatorAway", "Farewell", "with_line"]
-
-_LINE_S = 1.0  # in each direction
-_MAX_LATENCY_S = 60.0
-_MIN_BYTES_PER_S, _MAX_BYTES_PER_S = 1e3, 1e12
-_PROFILE_S = 120.0
-
-
-async def with_line(profile: NodeProfile, client: Client, max_upload_bytes_per_s: float | None) -> NodeProfile:
-    """Return the profile with the line to the coordinator; a rate that cannot be measured now keeps its value."""
-    latency_s = await measure_latency_s(client)
-    down = await _or_default(measure_download(client, _LINE_S), profile.down_bytes_per_s)
-    up = await _or_default(measure_upload(client, _LINE_S, max_upload_bytes_per_s), profile.up_bytes_per_s)
-    if max_upload_bytes_per_s is not None:
-        up = min(up, max_upload_bytes_per_s)
-    return msgspec.structs.replace(
-        profile, latency_s=min(latency_s, _MAX_LATENCY_S), down_bytes_per_s=_clamped(down), up_bytes_per_s=_clamped(up)
-    )
-
-
-async def _or_default(measurement: Awaitable[float], default: float) -> float:
-    try:
-        return await measurement
-    except RequestRejected:
-        return default
-
-
-def _clamped(bytes_per_s: float) -> float:
-    return min(max(bytes_per_s, _MIN_BYTES_PER_S), _MAX_BYTES_PER_S)
-
-
-class _Profile(msgspec.Struct):
-    """The fields of `ravnest profile --json` that a node reports."""
-
-    memory_bytes: int
-    gflops: float
-    threads: int
-    device: str
-
-
-async def measure_pc(memory_bytes: int | None, threads: int | None) -> NodeProfile:
-    """Measure memory and speed within these limits, without the line."""
-    command = [sys.executable, "-P", "-m", "ravnest", "profile", "--json"]
-    command += [] if memory_bytes is None else ["--memory", str(memory_bytes)]
-    command += [] if threads is None else ["--threads", str(threads)]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        start_new_session=True,  # so that Ctrl-C reaches the agent only
-    )
-    try:
-        async with asyncio.timeout(_PROFILE_S):
-            output, errors = await process.communicate()
-    except TimeoutError:
-        raise RavnestError(f"this PC could not be measured within {_PROFILE_S:g} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    if process.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines() or ["no reason was given"]
-        raise RavnestError(f"this PC could not be measured: {lines[-1].removeprefix('ravnest: ')}")
-    try:
-        measured = msgspec.json.decode(output, type=_Profile)
-    except ValueError as error:
-        raise RavnestError(f"could not decode the output of `ravnest profile --json`: {error}") from error
-    return NodeProfile(**msgspec.structs.asdict(measured))
-
-
-# the agent
+__all__ = ["Agent", "AgentConfig", "CoordinatorAway", "Farewell"]
 
 _LEAVE_S = 3.0  # for the coordinator to answer; a second Ctrl-C does not wait for it
 _MAX_LEAVE_S = 60.0
 _OBSERVED_S = 3.0
+_SHARE_S = 1.0  # between two looks at the other agents of this PC
 _NOT_A_MEMBER = (401, 403)
 
 
@@ -158,7 +88,7 @@ class Farewell:
 
     reason: str
     is_run_over: bool
-    contribution: Contribution | None
+    contribution: NodeWork | None
 
 
 class CoordinatorAway(RavnestError):
@@ -175,6 +105,10 @@ class Agent:
         self._reconciler = Reconciler(
             config.home, membership.connect, self._supervisor.send, self._report, self._supervisor.is_ready
         )
+        self._offer: PcOffer | None = None
+        if config.profile is None:
+            limits = MachineLimits(memory_bytes=config.memory_bytes, threads=config.threads)
+            self._offer = PcOffer(limits, config.home.directory.parent, host_directory())
         self._leaving = asyncio.Event()
         self._unable: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._profile: NodeProfile | None = None
@@ -190,7 +124,7 @@ class Agent:
             DisconnectedByCoordinator: The coordinator has removed this node.
             CoordinatorAway: The coordinator has not answered for `max_wait_s`.
         """
-        with self._config.home.held():
+        with self._config.home.held(), self._offer.claimed() if self._offer is not None else contextlib.nullcontext():
             work = asyncio.create_task(self._work())
             leaving = asyncio.create_task(self._leaving.wait())
             try:
@@ -226,9 +160,7 @@ class Agent:
                 await membership.join(self._console.log)
         except TimeoutError:
             raise self._away("the coordinator does not answer") from None
-        if config.profile is None:
-            self._console.log("measuring this PC")
-        profile = config.profile or await measure_pc(config.memory_bytes, config.threads)
+        profile = config.profile or await self._measure()
         self._profile, self._reconciler.max_weights_bytes = profile, profile.memory_bytes
         sockets, host = membership.sockets
         self._supervisor.start(
@@ -246,8 +178,44 @@ class Agent:
                 core=config.core,
             )
         )
-        await self._supervisor.is_ready.wait()
-        await self._stay_connected()
+        await asyncio.gather(self._supervisor.is_ready.wait(), self._measure_line())
+        await self._supervisor.wait_observed(_OBSERVED_S if membership.identity else 0.0)
+        watching = asyncio.create_task(self._watch_share())
+        try:
+            await self._stay_connected()
+        finally:
+            watching.cancel()
+
+    async def _measure(self) -> NodeProfile:
+        assert self._offer is not None, "without a given profile there is an offer"
+        return await self._offer.measure(self._console.log)
+
+    async def _measure_line(self) -> None:
+        """Measure the line to the coordinator, once; a connection that fails is reported by the session."""
+        if self._is_line_measured:
+            return
+        assert self._profile is not None, "the PC was measured before"
+        self._console.log("measuring the line to the coordinator")
+        with contextlib.suppress(LinkError, RequestRejected):
+            async with self._membership.connect() as client:
+                self._profile = await with_line(self._profile, client, self._config.max_upload_bytes_per_s)
+                self._is_line_measured = True
+
+    async def _watch_share(self) -> None:
+        """Adapt the offer when other agents of this PC come or go."""
+        while self._offer is not None:
+            await asyncio.sleep(_SHARE_S)
+            if (found := self._offer.changed()) is None or self._profile is None:
+                continue
+            offered, share = found
+            self._profile = msgspec.structs.replace(
+                self._profile, memory_bytes=offered.memory_bytes, gflops=offered.gflops, threads=offered.threads
+            )
+            self._reconciler.max_weights_bytes = offered.memory_bytes
+            self._supervisor.set_profile(self._profile)
+            self._console.note(describe_share(share))
+            if self._is_welcome:  # otherwise the hello carries it
+                self._outbox.put(ProfileChanged(self._profile))
 
     async def _stay_connected(self) -> None:
         backoff, failures, max_wait_s = Backoff(), 0, self._config.max_wait_s
@@ -308,11 +276,7 @@ class Agent:
     async def _run_session(self, client: Client) -> None:
         supervisor = self._supervisor
         assert self._profile is not None, "the PC was measured before"
-        if not self._is_line_measured:
-            self._console.log("measuring the line to the coordinator")
-            line = with_line(self._profile, client, self._config.max_upload_bytes_per_s)
-            measured, _ = await asyncio.gather(line, supervisor.wait_observed(_OBSERVED_S))
-            self._profile, self._is_line_measured = measured, True
+        await self._measure_line()
         hello = Hello(
             release=self._config.release,
             profile=self._profile,

@@ -9,7 +9,7 @@ from ravnest.core.clock import Clock, SystemClock
 from ravnest.core.metrics import StageMetrics
 from ravnest.core.units import format_bytes, format_rate, format_seconds
 from ravnest.protocol.commands import LinkReport, StageFailed, StageReady, StateSaved, StepReport
-from ravnest.protocol.control import Assignment, Contribution, NodeProfile, StageReport
+from ravnest.protocol.control import Assignment, NodeProfile, NodeWork, StageReport
 
 __all__ = ["AgentConsole", "given", "joined", "thanks"]
 
@@ -28,6 +28,12 @@ class AgentConsole:
 
     def log(self, line: str) -> None:
         self.activity = line
+        if line != self._last:
+            self._last = line
+            self._write(line)
+
+    def note(self, line: str) -> None:
+        """Print a line that says nothing about the activity."""
         if line != self._last:
             self._last = line
             self._write(line)
@@ -82,14 +88,14 @@ def joined(name: str, profile: NodeProfile) -> str:
     )
 
 
-def thanks(contribution: Contribution | None) -> str:
+def thanks(contribution: NodeWork | None) -> str:
     """Return what to say to the owner at the end of a run."""
     if contribution is None or not contribution.batches:
         return "the run has ended: thank you for lending this PC; it did not train"
     return f"the run has ended: thank you. {given(contribution)}"
 
 
-def given(contribution: Contribution) -> str:
+def given(contribution: NodeWork) -> str:
     hours = contribution.seconds / 3600
     return (
         f"This PC trained {contribution.batches} batches ({contribution.samples} samples) in "

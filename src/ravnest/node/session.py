@@ -19,12 +19,12 @@ from ravnest.errors import FrameError, LinkClosed, LinkTimeout, RavnestError
 from ravnest.node.client import Client
 from ravnest.protocol.control import (
     MAX_MESSAGE_BYTES,
-    Contribution,
     Disconnect,
     FromCoordinator,
     FromNode,
     Heartbeat,
     Hello,
+    NodeWork,
     Welcome,
 )
 
@@ -43,7 +43,7 @@ class DisconnectedByCoordinator(RavnestError):
     """The coordinator ended the session: because the run is over, or the node may reconnect or not."""
 
     def __init__(
-        self, reason: str, *, may_reconnect: bool, is_run_over: bool = False, contribution: Contribution | None = None
+        self, reason: str, *, may_reconnect: bool, is_run_over: bool = False, contribution: NodeWork | None = None
     ) -> None:
         super().__init__(reason)
         self.may_reconnect, self.is_run_over, self.contribution = may_reconnect, is_run_over, contribution

@@ -23,7 +23,7 @@ from pathlib import Path
 from ravnest.core.host import data_directory, lock_directory
 from ravnest.worker.replica_store import ReplicaStore
 
-__all__ = ["NodeStorage", "host_sockets", "node_directory"]
+__all__ = ["NodeStorage", "host_directory", "host_sockets", "node_directory"]
 
 _FINGERPRINT_LETTERS = 8
 
@@ -33,23 +33,36 @@ def node_directory(nodes: Path | None, fingerprint: str, name: str) -> Path:
     return (nodes or data_directory() / "nodes") / f"{fingerprint[:_FINGERPRINT_LETTERS]}-{name}"
 
 
-def host_sockets(fingerprint: str) -> tuple[Path | None, str]:
-    """Return the directory where nodes of this user and run listen on this host, and a name for the host.
+def host_directory() -> Path | None:
+    """Return the directory that the agents of this user on this host share; None where it cannot be used.
 
-    The name is random and kept in the directory's parent, so two nodes have the same only if they share the directory.
-    Each network namespace is a host of its own: a container or a testbed host is reached over its network. None where
-    the system has no unix sockets or the directory cannot be used.
+    Each network namespace is a host of its own: a container or a testbed host is reached over its network.
     """
-    if not hasattr(socket, "AF_UNIX"):
-        return None, ""
+    if not hasattr(os, "getuid"):
+        return None
     private = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"ravnest-{os.getuid()}"
     try:
         private.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = private.stat()
         if info.st_uid != os.getuid() or info.st_mode & 0o077:
-            return None, ""
+            return None
         base = private / _network_namespace()
         base.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return None
+    return base
+
+
+def host_sockets(fingerprint: str) -> tuple[Path | None, str]:
+    """Return the directory where nodes of this user and run listen on this host, and a name for the host.
+
+    The name is random and kept in the directory's parent, so two nodes have the same only if they share the directory.
+    None where the system has no unix sockets or the directory cannot be used.
+    """
+    base = host_directory()
+    if base is None or not hasattr(socket, "AF_UNIX"):
+        return None, ""
+    try:
         with contextlib.suppress(FileExistsError):
             draft = base / f".host-{secrets.token_hex(8)}"
             draft.write_text(secrets.token_hex(16))

@@ -20,9 +20,17 @@ from ravnest.core.clock import Backoff
 from ravnest.errors import LinkError
 from ravnest.node.worker_process import SpawnWorker
 from ravnest.protocol.commands import StopStage
-from ravnest.protocol.control import AddressChanged, ReplicaStored, StageReport
+from ravnest.protocol.control import AddressChanged, NodeProfile, ReplicaStored, StageReport
 from ravnest.protocol.peer import PeerAddresses
-from ravnest.protocol.worker import EndpointOpened, FromAgent, FromWorker, StageReleased, StartWorker, WorkerUnable
+from ravnest.protocol.worker import (
+    EndpointOpened,
+    FromAgent,
+    FromWorker,
+    LimitWorker,
+    StageReleased,
+    StartWorker,
+    WorkerUnable,
+)
 from ravnest.transport.link import LinkConfig
 from ravnest.transport.local import unix_link
 from ravnest.transport.pump import Pump, PumpConfig
@@ -141,6 +149,12 @@ class WorkerSupervisor:
     def send(self, message: FromAgent) -> None:
         if self._worker is not None:
             self._worker.send(message)
+
+    def set_profile(self, profile: NodeProfile) -> None:
+        """Change the resources of this worker and of those that replace it."""
+        assert self._start is not None, "the worker was started before"
+        self._start = msgspec.structs.replace(self._start, profile=profile)
+        self.send(LimitWorker(profile.memory_bytes, profile.threads))
 
     async def wait_observed(self, timeout_s: float) -> None:
         """Wait until the coordinator has seen the endpoint, or the timeout is over."""

@@ -13,16 +13,19 @@ a part of a hierarchy: `mountinfo` names that part, and paths are relative to it
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
-import torch
 
-__all__ = ["HostLimits", "HostMemory", "device_memory", "host_limits", "host_memory"]
+if TYPE_CHECKING:
+    import torch  # an agent measures memory without it
+
+__all__ = ["HostLimits", "HostMemory", "device_memory", "host_limits", "host_memory", "usable_cores"]
 
 _NO_LIMIT = 2**60  # cgroup v1 writes "no limit" as the largest number it has
 
@@ -137,6 +140,12 @@ def _read(path: Path) -> str:
         return ""
 
 
+def usable_cores() -> float:
+    """Return the processors that this process may use, within its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(float(cores), host_limits().cores or cores)
+
+
 # memory of the host
 
 _MAX_RESERVE_BYTES = 10**9
@@ -168,6 +177,8 @@ def device_memory(device: torch.device) -> HostMemory:
     """Return the memory of an accelerator, or of the machine if they share it or torch cannot report it."""
     if device.type == "cpu":
         return host_memory()
+    import torch
+
     try:
         free, total = torch.accelerator.get_memory_info(device)
     except (RuntimeError, NotImplementedError):

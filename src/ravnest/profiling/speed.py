@@ -18,7 +18,6 @@ the product of an m x k by a k x n matrix is 2 m k n, and backward takes twice a
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,9 +31,8 @@ from torch import Tensor, nn
 from ravnest.graph import Costs, Interpreter, Program, Stage, Tape, legal_cuts, measure_costs, split
 from ravnest.graph.program import DTYPES, resolve_dim
 from ravnest.graph.timing import OpSeconds, measure_seconds, torch_threads
-from ravnest.profiling.host import host_limits
 
-__all__ = ["measure_slowdown", "measure_speed", "usable_cores", "Workload", "reference_mix", "forward_backward"]
+__all__ = ["measure_slowdown", "measure_speed", "Workload", "reference_mix", "forward_backward"]
 
 _BATCH, _LENGTH, _WIDTH, _HEADS = 4, 128, 512, 8
 _CHANNELS, _SIDE = 64, 28
@@ -180,12 +178,6 @@ _WARM_UPS = 2
 class Speed:
     gflops: float  # per second
     measured_on: str
-
-
-def usable_cores() -> float:
-    """Return the processors that this process may use, within its affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(float(cores), host_limits().cores or cores)
 
 
 def measure_speed(

@@ -16,7 +16,7 @@ from ravnest.protocol.peer import Peer, PeerAddresses
 __all__ = [
     "Heartbeat",
     "Blob",
-    "Contribution",
+    "NodeWork",
     "ReplicaStored",
     "ReplicaInfo",
     "DesiredAssignment",
@@ -28,6 +28,7 @@ __all__ = [
     "AssignmentReleased",
     "AddressChanged",
     "NodeProfile",
+    "ProfileChanged",
     "Assignment",
     "StageReport",
     "FromNode",
@@ -163,6 +164,12 @@ class AddressChanged(TaggedRecord, frozen=True):
     addresses: PeerAddresses
 
 
+class ProfileChanged(TaggedRecord, frozen=True):
+    """The node offers other resources from now on, as other agents of its PC have come or gone."""
+
+    profile: NodeProfile
+
+
 class Heartbeat(TaggedRecord, frozen=True):
     """The node is alive; `activity` describes its current work."""
 
@@ -245,7 +252,7 @@ class Waiting(TaggedRecord, frozen=True):
     within_s: float | None = None
 
 
-class Contribution(Record, frozen=True, kw_only=True):
+class NodeWork(Record, frozen=True, kw_only=True):
     """Work of a node in a run: batches and samples that passed through its stages, time in training clusters, bytes."""
 
     batches: int = 0
@@ -264,8 +271,11 @@ class Disconnect(TaggedRecord, frozen=True):
     reason: str
     may_reconnect: bool = True
     is_run_over: bool = False
-    contribution: Contribution | None = None
+    contribution: NodeWork | None = None
 
 
-FromNode = Hello | AddressChanged | Heartbeat | StageReport | AssignmentReleased | ReplicaStored | LeaveRequest
+FromNode = (
+    Hello | AddressChanged | ProfileChanged | Heartbeat | StageReport | AssignmentReleased | ReplicaStored
+    | LeaveRequest
+)  # fmt: skip
 FromCoordinator = Welcome | DesiredAssignment | StageCommand | SendReplica | StoreReplica | Waiting | Disconnect

@@ -6,6 +6,7 @@
     AssignStage         ->
     StageCommand        ->        (for the stage of one generation)
                         <-        StageReport
+    LimitWorker         ->        (its share of the PC has changed)
     ReleaseStage        ->
                         <-        StageReleased, in any case
     SendReplica, StoreReplica ->
@@ -36,6 +37,7 @@ __all__ = [
     "EndpointOpened",
     "FromAgent",
     "FromWorker",
+    "LimitWorker",
     "ReleaseStage",
     "StageReleased",
     "StartWorker",
@@ -62,6 +64,13 @@ class StartWorker(TaggedRecord, frozen=True, kw_only=True):
     is_port_fixed: bool = False  # by the owner; otherwise another port is tried when this one is taken
     max_upload_bytes_per_s: float | None = None
     core: int = -1  # to compute on, where the system supports it; -1 for any
+
+
+class LimitWorker(TaggedRecord, frozen=True):
+    """Memory for the stages to come, and threads from now on."""
+
+    memory_bytes: int
+    threads: int
 
 
 class AssignStage(TaggedRecord, frozen=True, kw_only=True):
@@ -100,5 +109,7 @@ class WorkerUnable(TaggedRecord, frozen=True):
     reason: str
 
 
-FromAgent = StartWorker | AssignStage | ReleaseStage | StageCommand | SendReplica | StoreReplica | StopStage
+FromAgent = (
+    StartWorker | LimitWorker | AssignStage | ReleaseStage | StageCommand | SendReplica | StoreReplica | StopStage
+)
 FromWorker = EndpointOpened | AddressChanged | StageReport | StageReleased | ReplicaStored | WorkerUnable

@@ -8,7 +8,7 @@ from typing import Any
 from ravnest.coordinator.events import Event, PlanCreated
 from ravnest.dashboard.history import read_lines
 from ravnest.dashboard.live import Dashboard
-from ravnest.protocol.control import Contribution
+from ravnest.protocol.control import NodeWork
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.coordinator_thread import CoordinatorThread
 from ravnest.run.metrics import ProgressView
@@ -37,12 +37,12 @@ class DashboardFeed:
                 self.dashboard.history.add_plan(spec.id, spec.members, shares, content)
         self.dashboard.record(event)
 
-    def contribution_of(self, name: str) -> Contribution | None:
+    def contribution_of(self, name: str) -> NodeWork | None:
         """Return what a node has contributed to the run. Called in the coordinator's loop."""
         found = self.dashboard.contribution_of(name)
         if found is None:
             return None
-        return Contribution(
+        return NodeWork(
             batches=found.batches, samples=found.samples, seconds=found.seconds, sent_bytes=found.sent_bytes,
             received_bytes=found.received_bytes,
         )  # fmt: skip

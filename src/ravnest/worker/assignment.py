@@ -134,6 +134,12 @@ class AssignmentRun:
         finally:
             self._pending_replicas.discard(written)
 
+    def set_threads(self, threads: int) -> None:
+        """Compute with so many threads from the next action on; a stage that does not run yet reads its limits then."""
+        with self._lock:
+            if self._runner is not None:
+                self._runner.call_in_loop(lambda loop: torch.set_num_threads(threads))
+
     def wait(self, timeout_s: float, /) -> bool:
         """Wait briefly until the stage's own messages are sent."""
         with self._lock:

@@ -42,6 +42,7 @@ from ravnest.protocol.worker import (
     AssignStage,
     EndpointOpened,
     FromAgent,
+    LimitWorker,
     ReleaseStage,
     StageReleased,
     StartWorker,
@@ -192,6 +193,11 @@ class Worker:
                     self._stop(self._runs)
                     self._runs.append(self._new_run(message))
                     self._todo.put(self._runs[-1])
+                case LimitWorker(memory_bytes=memory_bytes, threads=threads):
+                    if self._resources is not None:
+                        self._resources.memory_bytes, self._resources.threads = memory_bytes, threads
+                    for run in self._runs:
+                        run.set_threads(threads)
                 case ReleaseStage(generation=generation):
                     self._stop([run for run in self._runs if run.assignment.generation == generation])
                 case StageCommand(generation=generation, command=command):

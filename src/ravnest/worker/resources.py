@@ -66,9 +66,11 @@ class LocalPeers:
 _LOCAL_S = 15.0  # after that, a peer on the same host is connected over TLS, as any other
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerResources:
     """Name, limits and connections of a worker. `expect(purpose, names)` sets the nodes admitted for a purpose.
+
+    The limits `memory_bytes` and `threads` may change; all other fields stay.
 
     `remote` connects to members of a fleet anywhere, `local` to nodes on this host; a worker has at least one.
     """

@@ -18,16 +18,18 @@ from ravnest.coordinator.policy.membership import (
     EndCluster,
     LoseNode,
     MembershipPolicy,
+    PlanWait,
     choose_name,
     decide,
     machines_of,
     next_decision_s,
+    plan_wait,
     token_rejection,
 )
 from ravnest.coordinator.state import CoordinatorState
 from tests.unit.coordinator.histories import cluster, connected, history, numbers, planned, state_of
 
-POLICY = MembershipPolicy(heartbeat_s=5.0, replan_interval_s=15.0)
+POLICY = MembershipPolicy(settle_s=15.0, heartbeat_s=5.0, replan_interval_s=15.0)
 START = on.RunStarted(0.0, "r", None, "1")
 policies = st.builds(
     MembershipPolicy,
@@ -49,7 +51,7 @@ def keep_alive(state: CoordinatorState, now_s: float) -> CoordinatorState:
 
 def at(state: CoordinatorState, now_s: float, **changes: Any) -> list[Decision]:
     """Decisions when all nodes have just sent a message."""
-    return decide(keep_alive(state, now_s), now_s, MembershipPolicy(**changes))
+    return decide(keep_alive(state, now_s), now_s, MembershipPolicy(**{"settle_s": 15.0, **changes}))
 
 
 def two(*events: Event) -> CoordinatorState:
@@ -199,6 +201,18 @@ def test_a_plan_waits_at_most_the_maximum_settle_time() -> None:
     plan = at(state, 80.0)[0]
     assert isinstance(plan, CreatePlan)
     assert plan.reason == "12 nodes are free since 60 s"
+
+
+def test_a_plan_waits_for_nodes_that_have_enrolled_with_a_limit() -> None:
+    """They measure their PC before they connect."""
+    state = two(on.NodeEnrolled(21.0, "den", "key", ""))
+    assert plan_wait(state, 26.0, POLICY) == PlanWait(("attic", "barn"), 51.0, num_arriving=1)
+    assert at(state, 50.9) == []
+    assert at(state, 51.0) == [CreatePlan(("attic", "barn"), "2 nodes are free, no node connected for 15 s")]
+    assert at(state, 40.0, settle_s=5.0) == [CreatePlan(("attic", "barn"), "2 nodes are free since 20 s")]
+    apply(state, connected(30.0, "den"))
+    assert plan_wait(state, 30.0, POLICY).num_arriving == 0
+    assert at(state, 45.0) == [CreatePlan(("attic", "barn", "den"), "3 nodes are free, no node connected for 15 s")]
 
 
 def test_a_node_that_reconnects_often_does_not_delay_a_plan() -> None:

@@ -23,11 +23,11 @@ from ravnest.protocol.commands import StageFailed
 from ravnest.protocol.control import (
     AddressChanged,
     Assignment,
-    Contribution,
     DesiredAssignment,
     Disconnect,
     LeaveRequest,
     NodeProfile,
+    NodeWork,
     StageReport,
     Waiting,
 )
@@ -135,9 +135,9 @@ def test_the_life_of_an_agent(members: Members, tmp_path: Path) -> None:
             await again.receive(LeaveRequest)
             await again.send(Waiting("others take over its stage", 20.0))
             await running.printed("others take over its stage within 20 s")
-            await again.send(Disconnect("it left", may_reconnect=False, contribution=Contribution(batches=3)))
+            await again.send(Disconnect("it left", may_reconnect=False, contribution=NodeWork(batches=3)))
             farewell = await asyncio.wait_for(running.task, TIMEOUT_S)
-            assert farewell == Farewell("it left", is_run_over=False, contribution=Contribution(batches=3))
+            assert farewell == Farewell("it left", is_run_over=False, contribution=NodeWork(batches=3))
             await again.close()
             return running.lines
 
@@ -189,7 +189,7 @@ def test_an_agent_that_stays_joins_the_next_run_and_waits_for_a_coordinator_with
             session = await coordinator.admit()
             await session.send(Waiting("waits for 2 more nodes"))
             await running.printed("waits for 2 more nodes")
-            given = Contribution(batches=7, samples=70, seconds=7200.0, sent_bytes=10**9, received_bytes=10**6)
+            given = NodeWork(batches=7, samples=70, seconds=7200.0, sent_bytes=10**9, received_bytes=10**6)
             await session.send(Disconnect("all steps are done", is_run_over=True, contribution=given))
             await session.close()
             again = await coordinator.admit()

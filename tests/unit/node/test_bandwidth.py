@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from ravnest.node.agent import with_line
 from ravnest.node.client import Client, pinned_context
+from ravnest.node.measurement import with_line
 from ravnest.protocol.control import NodeProfile
 from tests.unit.node.fake_coordinator import FakeCoordinator
 from tests.unit.transport.kinds import Members

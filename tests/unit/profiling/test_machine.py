@@ -16,8 +16,9 @@ from ravnest.graph import trace
 from ravnest.planner.fleet import Machine
 from ravnest.planner.node_file import read_nodes
 from ravnest.profiling.bandwidth import Line
+from ravnest.profiling.host import usable_cores
 from ravnest.profiling.machine import MIN_MEMORY_BYTES, MachineLimits, MachineProfile, measure_machine
-from ravnest.profiling.speed import Workload, forward_backward, measure_speed, reference_mix, usable_cores
+from ravnest.profiling.speed import Workload, forward_backward, measure_speed, reference_mix
 from tests.unit.profiling.test_bandwidth import served
 
 

@@ -15,7 +15,7 @@ from aiohttp import WSMsgType, web
 
 from ravnest.coordinator.http.limits import HttpTimeouts
 from ravnest.errors import FrameError, LinkClosed
-from ravnest.protocol.control import MAX_MESSAGE_BYTES, Contribution, Disconnect, FromCoordinator, FromNode, Hello
+from ravnest.protocol.control import MAX_MESSAGE_BYTES, Disconnect, FromCoordinator, FromNode, Hello, NodeWork
 
 __all__ = ["Session", "run_session"]
 
@@ -66,7 +66,7 @@ class Session:
             self.end(f"the queue is full: the node has not received {_MAX_QUEUED} messages")
 
     def disconnect(
-        self, reason: str, *, may_reconnect: bool, is_run_over: bool = False, contribution: Contribution | None = None
+        self, reason: str, *, may_reconnect: bool, is_run_over: bool = False, contribution: NodeWork | None = None
     ) -> None:
         """Send a `Disconnect` and close after it; further messages of the node are ignored."""
         if self.is_open:

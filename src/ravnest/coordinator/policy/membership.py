@@ -48,6 +48,7 @@ __all__ = [
 
 _MAX_NAME_LENGTH = 63
 _MISSED_HEARTBEATS = 3
+_ARRIVAL_S = 30.0  # from the enrollment of a node to its connection
 _RECONNECT_S = 3.0  # without a new connection before a plan, if all clusters failed at once
 _MAX_REPLANNED = 4  # clusters considered together for a better plan
 
@@ -96,7 +97,7 @@ class MembershipPolicy:
     Args:
         min_nodes: Nodes needed to start training.
         min_stages: Stages of the smallest cluster.
-        settle_s: Seconds without a new node before the free nodes are planned.
+        settle_s: Seconds without a new node before the free nodes are planned, if all that enrolled have connected.
         max_settle_factor: A plan waits at most this many times `settle_s`.
         heartbeat_s: Seconds between two heartbeats of a node.
         forming_timeout_s: Seconds for all members of a new cluster to be ready, besides the transfer of state.
@@ -107,7 +108,7 @@ class MembershipPolicy:
 
     min_nodes: int = 2
     min_stages: int = 2
-    settle_s: float = 15.0
+    settle_s: float = 5.0
     max_settle_factor: float = 4.0
     heartbeat_s: float = 2.0
     forming_timeout_s: float = 120.0
@@ -132,11 +133,12 @@ class MembershipPolicy:
 
 @dataclass(frozen=True)
 class PlanWait:
-    """Nodes that wait for a plan, when it is due (None: not yet), and the number of nodes that are missing for it."""
+    """Nodes that wait for a plan, when it is due (None: not yet), and the numbers of nodes that they wait for."""
 
     nodes: tuple[str, ...]
     due_s: float | None = None
     num_missing: int = 0
+    num_arriving: int = 0  # enrolled, and expected to connect soon
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def plan_wait(state: CoordinatorState, now_s: float, policy: MembershipPolicy) -
         return PlanWait(tuple(free))
     due = _plan_due(state, free, policy)
     missing = max(_num_needed(state, policy) - len(free), 0)
-    return PlanWait(tuple(free), None if due is None else due[0], missing)
+    return PlanWait(tuple(free), None if due is None else due[0], missing, len(_arriving_s(state)))
 
 
 def machines_of(state: CoordinatorState, names: Iterable[str]) -> tuple[Machine, ...]:
@@ -350,7 +352,7 @@ def _plan_due(state: CoordinatorState, free: list[str], policy: MembershipPolicy
             soon_s = max(soon_s, min(_settled_s(state, free, wait_s), soon_s + policy.max_settle_factor * wait_s))
         return soon_s, f"cluster {' and '.join(failed)} failed"
     enough_s = max(since_s[needed - 1], min(_free_since_s(state.nodes[name], policy) for name in unplanned))
-    settled_s = max(_settled_s(state, free, policy.settle_s), enough_s)
+    settled_s = max((_settled_s(state, free, policy.settle_s), enough_s, *_arriving_s(state)))
     max_settle_s = policy.max_settle_factor * policy.settle_s
     nodes = f"{len(free)} nodes are free" if len(free) > 1 else "1 node is free"
     if settled_s <= enough_s + max_settle_s:
@@ -361,6 +363,12 @@ def _plan_due(state: CoordinatorState, free: list[str], policy: MembershipPolicy
 def _settled_s(state: CoordinatorState, free: Iterable[str], wait_s: float) -> float:
     """When no node has connected for `wait_s`."""
     return max(state.nodes[name].connected_s for name in free) + wait_s
+
+
+def _arriving_s(state: CoordinatorState) -> list[float]:
+    """Until when to expect members that enrolled in this run and have not connected yet: they measure their PC."""
+    arriving = (member for name, member in state.members.items() if name not in state.nodes and not member.kick_reason)
+    return [m.enrolled_s + _ARRIVAL_S for m in arriving if m.enrolled_s >= state.started_s]
 
 
 def _failure_times_s(state: CoordinatorState) -> Iterator[float]:
