@@ -50,7 +50,7 @@ def weights(program: Program, step: int) -> dict[str, Tensor]:
 def checkpoint(run: Path, program: Program, step: int) -> None:
     """As stages in two halves have saved it."""
     legal = legal_cuts(program)
-    draft, expected = Draft(run, step), weights(program, step)
+    draft, expected = Draft(run, step, step), weights(program, step)
     for stage in split(program, [legal[len(legal) // 2]]):
         own = {f"weights/{name}": expected[name] for name in trained(stage)}
         write_state(StageState(step, {**own, "optimizer/exp_avg/x": torch.zeros(2)}), draft.stage(stage.index))

@@ -262,6 +262,10 @@ def test_clusters_average(tmp_path: Path) -> None:
     assert any("round" in line for line in lines), "rounds of averaging"
     links = replay(run.folder / "coordinator" / "journal")[0].clusters["c1a"].links
     assert {link.kind for link in links.values()} >= {"unix", "memory"}
+    assert run.steps == 200
+    assert sorted(run.contributions) == ["node-0", "node-1", "node-2", "node-3"], "those of both clusters"
+    samples = sum(line["samples"] for line in lines if "step" in line)
+    assert sum(node.work for node in run.contributions.values()) == pytest.approx(samples)
 
 
 def ravnest_command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ravnest.coordinator.journal import replay
+from ravnest.run.checkpoint.format import checkpoints_in
 from testbed.fault_plan import Progress, Trigger
 from testbed.run_monitor import RunFolderMonitor
 
@@ -148,5 +149,9 @@ def test_two_clusters_continue_after_a_kill_in_each_phase(first: int, tmp_path: 
         for i, phase in enumerate(PHASES):
             kill_in_phase(run, phase, (first + i) % 4)
         check_end(run, len(PHASES))
+        *steps, end = [checkpoint.step for checkpoint in checkpoints_in(run.folder)]
+        assert steps, "checkpoints besides that of the end"
+        assert [step for step in steps if step % 20] == []
+        assert end == replay(run.folder / "coordinator" / "journal")[0].leases.settled_below
     finally:
         run.close()

@@ -123,6 +123,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(through: Path, tmp_path: Path
     assert f"step-{first:06}, after {first} steps" in output
     assert "cut as before" in output
     assert f"skipping {first} batches" in output
+    assert f" {STEPS} steps, final loss" in output, "of the whole run"
     assert different(run, through / "run") == []
     assert steps_of(run) == list(range(1, STEPS + 1))
     assert losses(run) == losses(through / "run")

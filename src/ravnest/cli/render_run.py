@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from ravnest.core.metrics import StageMetrics, bubble
-from ravnest.core.units import format_bytes
+from ravnest.core.units import format_bytes, format_seconds, format_throughput
 from ravnest.run.job import Run
 from ravnest.run.metrics import Progress, ProgressView
 from ravnest.run.plan import PipelinePlan
@@ -19,6 +20,7 @@ from ravnest.run.plan import PipelinePlan
 __all__ = ["progress_view", "summary"]
 
 _REFRESH_S = 2.0
+_MAX_CONTRIBUTIONS = 50
 
 
 def progress_view(console: Console, steps: int | None) -> ProgressView:
@@ -27,7 +29,7 @@ def progress_view(console: Console, steps: int | None) -> ProgressView:
 
 
 def plan_table(plan: PipelinePlan, cluster: str = "") -> Table:
-    expected = f"about {plan.samples_per_s:,.0f} samples/s"
+    expected = f"about {format_throughput(plan.samples_per_s)}"
     title = f"cluster {cluster}" if cluster else "the plan"
     table = Table(title=f"{title}: {len(plan.plans)} stages, {plan.accumulate} microbatches a step, {expected}")
     for name in ("node", "ops", "parameters", "memory", "ms a microbatch", "sends", "in flight", "delay"):
@@ -162,11 +164,16 @@ class LiveView(ProgressView):
         self._live.stop()
 
 
-def summary(run: Run) -> Table:
-    """Return the totals of a finished run, by stage."""
+def summary(run: Run) -> Group:
+    """Return the totals of a finished run: what each node has contributed, and the stages of the model's cluster."""
     title = "no step was finished"
     if run.losses:
-        title = f"{len(run.losses)} steps, final loss {run.losses[-1]:.4f}, {run.samples_per_s:.1f} samples/s"
+        loss = f"final loss {run.losses[-1]:.4f}"
+        title = f"{run.steps:,} steps, {loss}, {format_throughput(run.samples_per_s)}"
+    return Group(_stages(run, title), _contributions(run))
+
+
+def _stages(run: Run, title: str) -> Table:
     table = Table(title=title)
     for name in ("node", "microbatches", "busy", "bubble", "staleness", "peak memory", "expected", "sent"):
         table.add_column(name, justify="left" if name == "node" else "right")
@@ -177,4 +184,22 @@ def summary(run: Run) -> Table:
             staleness, format_bytes(m.peak_memory_bytes), format_bytes(run.plan.plans[i].memory_bytes),
             format_bytes(m.sent_bytes),
         )  # fmt: skip
+    return table
+
+
+def _contributions(run: Run) -> RenderableType:
+    """Return a table of all nodes of the whole run, if it had others than the stages of the model's cluster."""
+    nodes = run.contributions
+    if set(nodes) <= {row.node for row in run.plan.plans} and run.steps == len(run.losses):
+        return Text(end="")
+    table, total = Table(title="contributed to the whole run"), sum(node.work for node in nodes.values())
+    for name in ("node", "batches", "samples", "share of the work", "training", "sent", "received"):
+        table.add_column(name, justify="left" if name == "node" else "right")
+    for name, node in sorted(nodes.items(), key=lambda item: -item[1].work)[:_MAX_CONTRIBUTIONS]:
+        table.add_row(
+            name, f"{node.batches:,}", f"{node.samples:,}", f"{node.work / max(total, 1e-9):.1%}",
+            format_seconds(node.seconds), format_bytes(node.sent_bytes), format_bytes(node.received_bytes),
+        )  # fmt: skip
+    if len(nodes) > _MAX_CONTRIBUTIONS:
+        table.caption = f"and {len(nodes) - _MAX_CONTRIBUTIONS} more: `ravnest dashboard` shows all of them"
     return table

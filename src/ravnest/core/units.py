@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "format_rate", "format_seconds", "parse_bytes", "parse_rate", "parse_seconds"]
+__all__ = [
+    "format_bytes",
+    "format_rate",
+    "format_seconds",
+    "format_throughput",
+    "parse_bytes",
+    "parse_rate",
+    "parse_seconds",
+]
 
 _BYTES = {
     "": 1,
@@ -79,6 +87,15 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) < 120:
         return f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds / 60)} m" if abs(seconds) < 7200 else f"{_three_digits(seconds / 3600)} h"
+
+
+def format_throughput(samples_per_s: float) -> str:
+    """6881.2 -> `"6,881 samples/s"`, 2.5 -> `"2.5 samples/s"`, 0.08 -> `"1 sample every 12.5 s"`."""
+    if samples_per_s >= 9.95:
+        return f"{samples_per_s:,.0f} samples/s"
+    if samples_per_s >= 0.995:
+        return f"{samples_per_s:.1f} samples/s"
+    return f"1 sample every {format_seconds(1 / samples_per_s)}" if samples_per_s > 0 else "0 samples/s"
 
 
 def _three_digits(number: float) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.events import Event, PlanCreated
+from ravnest.dashboard.contributions import NodeContribution
 from ravnest.dashboard.history import read_lines
 from ravnest.dashboard.live import Dashboard
 from ravnest.protocol.control import NodeWork
@@ -56,6 +58,10 @@ class DashboardFeed:
             view.dashboard(self.dashboard.link)
         elif self.dashboard.problem:
             view.message(self.dashboard.problem)
+
+    def contributions(self, coordinator: Coordinator) -> dict[str, NodeContribution]:
+        """Return what each node has contributed to the whole run. Called in the coordinator's loop."""
+        return self.dashboard.history.contributions.totals(coordinator.now_s())
 
     def add_line(self, line: dict[str, Any]) -> None:
         """Record a line of metrics, in the coordinator's loop."""

@@ -28,6 +28,7 @@ from ravnest.coordinator.requester import Microbatch
 from ravnest.coordinator.service import CoordinatorConfig, CoordinatorServer
 from ravnest.coordinator.status import RuntimeStatus
 from ravnest.core.metrics import StageMetrics
+from ravnest.dashboard.contributions import NodeContribution
 from ravnest.errors import NotFinite, RavnestError, WorkerLost
 from ravnest.run.checkpoint.start import gather
 from ravnest.run.cluster_builder import ClusterBuilder
@@ -88,8 +89,9 @@ def train(job: TracedJob, batches: Batches, validate: Validate | None, view: Pro
         driver.run(batches, validate)
     assert driver.result is not None
     return Run(
-        job.folder, driver.result, driver.losses, driver.evaluations, driver.stages, driver.progress.samples_per_s
-    )
+        job.folder, driver.result, driver.losses, driver.evaluations, driver.stages, driver.progress.samples_per_s,
+        steps=driver.progress.step, contributions=driver.contributions,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,10 @@ class RunDriver:
         self._dashboard = DashboardFeed(job, prepared.builder)
         self._monitor.on_line = self._dashboard.add_line
         self._first_batch = 0
-        self._ordered = ("", 0)  # the last checkpoint ordered from a cluster that trains alone: cluster, batches
+        self._ordered = ("", 0)  # the last checkpoint ordered from a cluster that trains alone: cluster, step
         self.result: PipelinePlan | None = None
         self.stages: dict[int, StageMetrics] = {}
+        self.contributions: dict[str, NodeContribution] = {}
 
     _thread: CoordinatorThread
     _has_coordinator = False
@@ -175,6 +178,7 @@ class RunDriver:
                 self._skip(batches)
                 data_error = self._feed_all(batches, validate)
                 self._finish(None if data_error else validate)
+                self.contributions = thread.call(self._dashboard.contributions)
         finally:
             self._checkpoints.close()
             for path in job.folder.glob(".*.safetensors*"):
@@ -284,25 +288,28 @@ class RunDriver:
             self._view.message(f"the data ended after {number} batches and start over{end}")
 
     def _order_checkpoint(self, number: int) -> None:
-        """Order the next checkpoint before batch `number` is offered.
+        """Order the next checkpoint before batch `number` is offered: of a step that `checkpoint_every` divides.
 
-        A cluster that trains alone writes it after exactly a multiple of `checkpoint_every` batches. Of several
-        clusters, the one that has made the most progress writes it, one checkpoint at a time.
+        A cluster that trains alone writes it after exactly that many batches. Of several clusters, the one that has
+        made the most progress writes it once so many batches are trained, one checkpoint at a time.
         """
         every, leading = self._checkpoints.config.every, self._leading(is_started=False)
         if not every or not leading:
             return
-        if len(self._clusters) > 1:
-            if self._checkpoints.is_due(self._monitor.settled):
-                self._checkpoint(leading[0])
-        else:
+        if len(self._clusters) == 1:
             steps, target = self._job.config.steps, (number // every + 1) * every
-            if (steps is None or target <= steps) and self._ordered != (leading[0], target):
-                self._ordered = leading[0], target
-                self._checkpoint(leading[0], target)
+            is_due = (steps is None or target <= steps) and self._ordered != (leading[0], target)
+        else:
+            target = self._monitor.settled // every * every
+            is_due = target > max(self._checkpoints.last_step, self._first_batch) and not self._checkpoints.is_waiting
+        if is_due and self._checkpoint(leading[0], target):
+            self._ordered = leading[0], target
 
-    def _checkpoint(self, cluster: str, target: int | None = None) -> None:
-        """Order a checkpoint from a cluster: after `target` batches, or after the last batch that it was fed."""
+    def _checkpoint(self, cluster: str, target: int | None = None) -> bool:
+        """Order a checkpoint of step `target` from a cluster, or of the last step that it was fed.
+
+        Returns False if it cannot be ordered now: batches of a lost cluster wait, or earlier ones are still trained.
+        """
         training, is_alone = self._clusters[cluster], len(self._clusters) == 1
 
         def position(coordinator: Coordinator) -> tuple[int, int] | None:
@@ -311,18 +318,19 @@ class RunDriver:
                 return None
             leases = coordinator.state.leases
             if is_alone and not leases.waiting:
-                batches = leases.next_new if target is None else target
-                return live.feeder.steps + batches - leases.next_new, batches
-            return live.feeder.steps, leases.settled_below
+                step = leases.next_new if target is None else target
+                return live.feeder.steps + step - leases.next_new, step
+            if target is not None and (is_alone or leases.settled_below < target):
+                return None
+            return live.feeder.steps, leases.settled_below if target is None else target
 
         at = self._thread.call(position)
         if at is None:
-            return
-        updates, batches = at
-        if self._checkpoints.begin(
-            cluster, training.plan, updates=updates, batches=batches, trained=self._monitor.settled
-        ):
+            return False
+        updates, step = at
+        if self._checkpoints.begin(cluster, training.plan, updates=updates, step=step):
             self._thread.call(lambda c: c.running.checkpoint(cluster, at=updates, whole=is_alone))
+        return True
 
     def _is_over(self) -> bool:
         return self._monitor.bad is not None or self._stop.is_requested
@@ -377,7 +385,7 @@ class RunDriver:
         checkpoints.discard_after(end)
         self._monitor.pump_until(lambda: not checkpoints.is_waiting, _TIMEOUT_S, "the last checkpoint")
         checkpoints.join()
-        if not checkpoints.has(end):
+        if not checkpoints.has(leading[0], end):
             self._checkpoint(leading[0])
             self._monitor.pump_until(lambda: not checkpoints.is_waiting, _TIMEOUT_S, "the last checkpoint")
             checkpoints.join()

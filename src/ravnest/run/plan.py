@@ -4,7 +4,8 @@ The speed is predicted from the seconds per microbatch of each node. A node that
 microbatch in its own seconds; processes of one machine also share its cores:
 
     interval = max(interval of the pipeline, for each core: seconds of all nodes on it)     nodes pinned to cores
-    interval = max(interval of the pipeline, seconds of all nodes * threads / cores)        else
+    interval = max(interval of the pipeline,
+                   (seconds of all nodes * threads + seconds of the requester) / cores)     else
     step     = A * interval                       or, in synchronous mode: first trip + (A - 1) * interval
     rate     = samples of a step / step
 
@@ -63,10 +64,10 @@ class Cores:
             return replace(self, pinned=tuple(self.pinned[i] for i in group))
         return replace(self, count=self.count / num_clusters)
 
-    def interval_s(self, work_s: Sequence[float]) -> float:
+    def interval_s(self, work_s: Sequence[float], requester_s: float = 0.0) -> float:
         """Return the least seconds per microbatch, if each node needs `work_s` seconds of a whole core for it."""
         if self.pinned is None:
-            return sum(work_s) * self.threads / self.count
+            return (sum(work_s) * self.threads + requester_s) / self.count
         load = dict.fromkeys(self.pinned, 0.0)
         for core, seconds in zip(self.pinned, work_s, strict=True):
             load[core] += seconds
@@ -74,15 +75,21 @@ class Cores:
 
 
 def expected_rate(
-    work_s: Sequence[float], speeds: Sequence[float], rules: Sequence[StageSchedule], cores: Cores, batch_size: int
+    work_s: Sequence[float],
+    speeds: Sequence[float],
+    rules: Sequence[StageSchedule],
+    cores: Cores,
+    batch_size: int,
+    requester_s: float = 0.0,
 ) -> float:
     """Return samples per second.
 
-    `work_s` are the seconds of a microbatch on each node at full speed, `speeds` the share of that speed it has.
+    `work_s` are the seconds of a microbatch on each node at full speed, `speeds` the share of that speed it has,
+    `requester_s` those of the requester's process.
     """
     own_s = [seconds / speed for seconds, speed in zip(work_s, speeds, strict=True)]
     accumulate = rules[0].accumulate
-    every_s = max(interval_s(own_s, (), _in_flight(rules)), cores.interval_s(work_s))
+    every_s = max(interval_s(own_s, (), _in_flight(rules)), cores.interval_s(work_s, requester_s))
     step_s = accumulate * every_s
     if all(rule.delay == 0 for rule in rules):
         step_s = max(sum(own_s) + (accumulate - 1) * every_s, step_s)
@@ -219,6 +226,7 @@ def time_local(
 def plan_local(timings: LocalTimings, group: Sequence[int]) -> PipelinePlan:
     """Return the cuts that give these nodes the fastest pipeline within each node's memory."""
     options, chain, program, costs = timings.options, timings.chain, timings.program, timings.costs
+    overhead = timings.overhead
     nodes, names = tuple(_node(options, i) for i in group), node_names(options.nodes)
     # On one machine a byte over a cut costs processor time at both ends: a cheap cut is preferred to perfect balance.
     result = partition(Problem(chain=chain, nodes=nodes, memory=timings.memory, tolerance=0.03))
@@ -229,7 +237,7 @@ def plan_local(timings: LocalTimings, group: Sequence[int]) -> PipelinePlan:
     )
     bounds = [0, *result.cuts, len(program.ops)]
     work_s = [
-        seconds * node.speed + timings.overhead.move_s * sum(chain.cut_bytes(b) for b in bounds[i : i + 2])
+        seconds * node.speed + overhead.microbatch_s + overhead.move_s * sum(map(chain.cut_bytes, bounds[i : i + 2]))
         for i, (seconds, node) in enumerate(zip(result.stage_seconds, nodes, strict=True))
     ]
     rows = tuple(
@@ -243,7 +251,8 @@ def plan_local(timings: LocalTimings, group: Sequence[int]) -> PipelinePlan:
         for i in range(len(group))
     )  # fmt: skip
     speeds = [(options.speeds or (1.0,) * options.nodes)[i] for i in group]
-    rate = expected_rate(work_s, speeds, schedules, options.cores.of(group, options.clusters), options.batch_size)
+    cores = options.cores.of(group, options.clusters)
+    rate = expected_rate(work_s, speeds, schedules, cores, options.batch_size, overhead.requester_s)
     return PipelinePlan(
         tuple(split(program, result.cuts)), rows, tuple(schedules), result.cuts, timings.accumulate,
         timings.microbatch, rate, result.reason,

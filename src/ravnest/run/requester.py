@@ -138,7 +138,7 @@ class RunRequester:
         self._notes.put(ClusterStopped(cluster, reason, is_lost))
 
     def checkpoint_updates(self) -> int:
-        return 0 if self._builder.checkpoint is None else self._builder.checkpoint.step
+        return 0 if self._builder.checkpoint is None else self._builder.checkpoint.updates
 
     def state_path(self, cluster: str, stage: int, updates: int) -> Path | None:
         return self._checkpoints.state_path(cluster, stage, updates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import safe_open
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ravnest.core.metrics import StageMetrics
+from ravnest.dashboard.contributions import NodeContribution
 from ravnest.run.plan import PipelinePlan
 
 __all__ = ["Run", "read_model"]
@@ -27,6 +28,8 @@ class Run:
         evaluations: Every evaluation on held-out data: `step` and the reported values.
         stages: The last metrics of each stage of that cluster.
         samples_per_s: The mean throughput.
+        steps: The steps of the whole run; `losses` has those since it was last resumed.
+        contributions: What every node has contributed to the whole run, by its name.
     """
 
     folder: Path
@@ -35,6 +38,8 @@ class Run:
     evaluations: list[dict[str, float]]
     stages: dict[int, StageMetrics]
     samples_per_s: float
+    steps: int = 0
+    contributions: dict[str, NodeContribution] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights under the model's own names, tied ones included."""

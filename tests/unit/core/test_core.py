@@ -12,7 +12,7 @@ from ravnest import errors
 from ravnest.core.clock import Clock, SystemClock
 from ravnest.core.config import config, require
 from ravnest.core.ids import check_id
-from ravnest.core.units import format_bytes, parse_bytes
+from ravnest.core.units import format_bytes, format_throughput, parse_bytes
 
 
 @pytest.mark.parametrize("name", ["", "-a", "A", "a b", "a/b", "..", "a" * 64, "é"])
@@ -46,6 +46,18 @@ def test_invalid_sizes(text: str) -> None:
 @given(st.integers(0, 10**15))
 def test_formatted_sizes_parse_back(number: int) -> None:
     assert abs(parse_bytes(format_bytes(number)) - number) <= 0.06 * max(number, 1)
+
+
+@pytest.mark.parametrize(
+    ("samples_per_s", "text"),
+    [
+        (6881.2, "6,881 samples/s"), (9.96, "10 samples/s"), (2.46, "2.5 samples/s"), (0.999, "1.0 samples/s"),
+        (0.4, "1 sample every 2.5 s"), (0.08, "1 sample every 12.5 s"), (1 / 600, "1 sample every 10 m"),
+        (0.0, "0 samples/s"),
+    ],
+)  # fmt: skip
+def test_throughput_has_a_unit_that_fits(samples_per_s: float, text: str) -> None:
+    assert format_throughput(samples_per_s) == text
 
 
 def test_the_system_clock_is_monotonic() -> None:

@@ -57,7 +57,7 @@ def state(step: int, size: int = 4) -> StageState:
 
 
 def make(run: Path, step: int) -> Checkpoint:
-    draft = Draft(run, step)
+    draft = Draft(run, step, step)
     for index in range(2):
         write_state(state(step), draft.stage(index))
     return draft.complete(msgspec.structs.replace(about(), batches=step))
@@ -68,7 +68,7 @@ def steps(run: Path) -> list[int]:
 
 
 def test_it_is_there_when_it_is_complete(tmp_path: Path) -> None:
-    draft = Draft(tmp_path, 100)
+    draft = Draft(tmp_path, 100, 100)
     write_state(state(100), draft.stage(0))
     assert steps(tmp_path) == []
     made = draft.complete(about())
@@ -155,7 +155,7 @@ def test_nothing_to_choose_from(tmp_path: Path) -> None:
 
 
 def test_stages_that_saved_different_updates_are_no_checkpoint(tmp_path: Path) -> None:
-    draft = Draft(tmp_path, 4)
+    draft = Draft(tmp_path, 4, 4)
     write_state(state(4), draft.stage(0))
     write_state(state(5), draft.stage(1))
     with pytest.raises(WeightsError, match="has the state after 5 updates, expected 4"):
@@ -165,7 +165,7 @@ def test_stages_that_saved_different_updates_are_no_checkpoint(tmp_path: Path) -
 
 def test_what_a_killed_run_has_left_goes(tmp_path: Path) -> None:
     make(tmp_path, 1)
-    write_state(state(2), Draft(tmp_path, 2).stage(0))
+    write_state(state(2), Draft(tmp_path, 2, 2).stage(0))
     clear_drafts(tmp_path)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
 
@@ -178,11 +178,12 @@ def checkpoints(run: Path, config: CheckpointConfig, traced: Program | None = No
     return RunCheckpoints(run, config, lambda plan: about(), lambda: start.write_frozen(run))
 
 
-def begin(kept: RunCheckpoints, step: int, num_stages: int, batches: int) -> list[Path]:
+def begin(kept: RunCheckpoints, updates: int, num_stages: int, step: int) -> list[Path]:
     """Begin a checkpoint of cluster c1; where its stages are to be written."""
     plan = replace(PLAN, stages=(None,) * num_stages)  # type: ignore[arg-type]
-    assert kept.begin("c1", plan, updates=step, batches=batches, trained=step)
-    paths = [kept.state_path("c1", stage, step) for stage in range(num_stages)]
+    assert kept.begin("c1", plan, updates=updates, step=step)
+    assert kept.last_step == step
+    paths = [kept.state_path("c1", stage, updates) for stage in range(num_stages)]
     return [path for path in paths if path is not None]
 
 
@@ -191,19 +192,20 @@ def test_a_checkpoint_waits_for_every_stage(tmp_path: Path) -> None:
     model.register_buffer("idle", torch.ones(3))
     traced = trace(model, nn.functional.mse_loss, (torch.zeros(4, 2), torch.zeros(4, 1)))
     kept = checkpoints(tmp_path, CheckpointConfig(every=2, keep=2), traced)
-    for step in (2, 4, 6):
-        paths = begin(kept, step, 2, batches=step + 1)
+    for step, updates in ((2, 1), (4, 2), (6, 4)):  # another cluster has trained the other batches
+        paths = begin(kept, updates, 2, step=step)
         for stage in (1, 0):
             assert kept.is_waiting
-            write_state(state(step), paths[stage])
-            kept.saved("c1", stage, step, "")
+            write_state(state(updates), paths[stage])
+            kept.saved("c1", stage, updates, "")
         kept.join()
         assert not kept.is_waiting
-        assert kept.has(step)
+        assert kept.has("c1", updates)
     assert steps(tmp_path) == [4, 6]
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step-*")) == ["step-000004", "step-000006"]
     assert kept.messages() == []
     newest = choose(tmp_path).checkpoint
-    assert (newest.manifest.batches, newest.manifest.seed) == (7, 7)
+    assert (newest.step, newest.updates, newest.manifest.seed) == (6, 4, 7)
     assert newest.manifest.frozen is not None
     assert newest.manifest.frozen.tensors == ("weights/idle",)
     kept_once = list((tmp_path / "checkpoints").glob("frozen-*"))
@@ -215,7 +217,7 @@ def test_a_checkpoint_waits_for_every_stage(tmp_path: Path) -> None:
 
 def test_a_stage_that_cannot_write_costs_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     kept = checkpoints(tmp_path, CheckpointConfig(every=2))
-    paths = begin(kept, 2, 2, batches=2)
+    paths = begin(kept, 2, 2, step=2)
     write_state(state(2), paths[0])
     kept.saved("c1", 0, 2, "")
     kept.saved("c1", 1, 2, "No space left on device")
@@ -226,8 +228,8 @@ def test_a_stage_that_cannot_write_costs_the_checkpoint_and_nothing_else(tmp_pat
 
 def test_a_run_that_ends_drops_later_checkpoints(tmp_path: Path) -> None:
     kept = checkpoints(tmp_path, CheckpointConfig(every=2))
-    begin(kept, 2, 1, batches=2)
-    begin(kept, 4, 1, batches=4)
+    begin(kept, 2, 1, step=2)
+    begin(kept, 4, 1, step=4)
     kept.discard_after(2)
     assert kept.state_path("c1", 0, 2) is not None
     assert kept.state_path("c1", 0, 4) is None
@@ -237,7 +239,7 @@ def test_a_run_that_ends_drops_later_checkpoints(tmp_path: Path) -> None:
 
 def test_a_lost_cluster_takes_its_checkpoints_along(tmp_path: Path) -> None:
     kept = checkpoints(tmp_path, CheckpointConfig(every=2))
-    begin(kept, 2, 1, batches=2)
+    begin(kept, 2, 1, step=2)
     kept.cluster_ended("c9")
     assert kept.is_waiting
     kept.cluster_ended("c1")
@@ -250,7 +252,7 @@ def test_a_full_disk_leaves_nothing_half_done(small_disk: Path) -> None:
     left_out = 0
     for step in range(1, 9):
         plan = replace(PLAN, stages=(None,))  # type: ignore[arg-type]
-        if kept.begin("c1", plan, updates=step, batches=step, trained=step):
+        if kept.begin("c1", plan, updates=step, step=step):
             failure, path = "", kept.state_path("c1", 0, step)
             assert path is not None
             try:
@@ -330,7 +332,7 @@ def test_data_that_end_too_soon() -> None:
 
 
 def checkpoint_of(traced: Program, run: Path) -> Checkpoint:
-    draft = Draft(run, 1)
+    draft = Draft(run, 1, 1)
     tensors = {f"weights/{s.target}": torch.zeros(s.shape) for s in traced.state}
     write_state(StageState(1, tensors), draft.stage(0))
     return draft.complete(about(traced))

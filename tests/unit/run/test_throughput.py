@@ -86,6 +86,7 @@ def test_upkeep_is_measured(processor_time: None) -> None:
     for found in (plain, adam):
         assert min(found.add_s, found.update_s, found.move_s) > 1e-12
         assert max(found.add_s, found.update_s, found.move_s) < 1e-6, "a byte takes nanoseconds"
+        assert 1e-6 < found.message_s < 1e-2
     assert adam.update_s > plain.update_s, "it passes over more memory"
 
 
@@ -100,6 +101,19 @@ def test_a_plan_says_what_it_expects() -> None:
     slowest = max(p.seconds for p in plan.plans)
     assert 0 < plan.samples_per_s <= 2 / slowest * 1.001
     assert plan.content()["samples_per_s"] == plan.samples_per_s
+
+
+def test_a_plan_of_a_tiny_model_counts_messages(fixed_op_times: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"nodes": 2, "batch_size": 8, "accumulate": 4, "cores": Cores(count=2)}
+    rates = []
+    for message_s in (0.0, 1e-4):
+        overhead = StageOverhead(1e-10, 5e-10, 1e-10, message_s)
+        monkeypatch.setattr(plan_module, "measure_overhead", lambda *args, found=overhead, **more: found)
+        plan = planned(model(4), AdamW(1e-3), corrections.DEFAULT, **options)
+        assert all(row.seconds >= overhead.microbatch_s for row in plan.plans)
+        rates.append(plan.samples_per_s)
+    assert rates[1] == pytest.approx(2 / ((2 * 24 + 20) / 2 * 1e-4), rel=0.01), "two samples a microbatch, two cores"
+    assert rates[0] > 100 * rates[1]
 
 
 def test_several_clusters_share_the_nodes_and_the_cores() -> None:

@@ -68,7 +68,7 @@ class StateFile(_Data, frozen=True, kw_only=True):
 
 
 class Manifest(_Data, frozen=True, kw_only=True):
-    """Describes a checkpoint: after `step` updates, the run had used `batches` batches of the data.
+    """Describes a checkpoint: after `step` updates of its cluster, the run had made `batches` steps, one per batch.
 
     `names` are the stored names of the model's state dict, in its order; `ties` maps the other names to them. `cuts`,
     `depths` and `delays` belong to the plan that was trained; a resumed run may have another plan. `frozen` is the file
@@ -104,6 +104,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Steps of the run, which are batches of its data; with several clusters more than the updates of each."""
+        return self.manifest.batches
+
+    @property
+    def updates(self) -> int:
+        """Updates of the cluster whose state it is."""
         return self.manifest.step
 
     @property
@@ -145,8 +151,9 @@ class Checkpoint:
 class Draft:
     """A checkpoint that is being written. Raises `OSError` if the disk has no room for it."""
 
-    def __init__(self, run: Path, step: int) -> None:
-        self.step = step
+    def __init__(self, run: Path, step: int, updates: int) -> None:
+        """`step` is that of the run, `updates` are those of the cluster whose state it is."""
+        self.step, self.updates = step, updates
         self._final = run / _FOLDER / f"step-{step:06}"
         self.folder = self._final.with_name(f".{self._final.name}.{os.getpid()}")
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -159,7 +166,7 @@ class Draft:
     def complete(self, manifest: Manifest) -> Checkpoint:
         """Write the manifest of the files, and give the checkpoint its name; `manifest.frozen` exists already."""
         files = tuple(self._described(path) for path in sorted(self.folder.glob("*.safetensors")))
-        manifest = msgspec.structs.replace(manifest, step=self.step, files=files)
+        manifest = msgspec.structs.replace(manifest, step=self.updates, batches=self.step, files=files)
         with (self.folder / _MANIFEST).open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
             file.flush()
@@ -176,8 +183,8 @@ class Draft:
     def _described(self, path: Path) -> StateFile:
         with open_weights(path) as file:
             updates = updates_in(file, path)
-        if updates != self.step:
-            raise WeightsError(f"{path} has the state after {updates} updates, expected {self.step}")
+        if updates != self.updates:
+            raise WeightsError(f"{path} has the state after {updates} updates, expected {self.updates}")
         return describe_file(path, path.name)
 
 

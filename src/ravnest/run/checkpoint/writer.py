@@ -167,28 +167,24 @@ class RunCheckpoints:
         self._pending: dict[tuple[str, int], _PendingCheckpoint] = {}  # by cluster and update
         self._finishing: list[threading.Thread] = []
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._last_trained = 0  # batches trained when the last checkpoint began
-        self._completed: set[int] = set()
+        self._completed: set[tuple[str, int]] = set()  # cluster and update
+        self._steps: dict[tuple[str, int], int] = {}  # of those that are complete or on their way
         if config.every:
             clear_drafts(run)
 
-    def is_due(self, trained: int) -> bool:
-        """Return whether a checkpoint is due after `trained` batches: none is pending, `every` since the last one."""
-        return bool(self.config.every) and not self._pending and trained >= self._last_trained + self.config.every
-
-    def begin(self, cluster: str, plan: PipelinePlan, *, updates: int, batches: int, trained: int) -> bool:
-        """Prepare a checkpoint after `updates` updates of a cluster and `batches` batches; false if that failed."""
-        self._last_trained = trained
+    def begin(self, cluster: str, plan: PipelinePlan, *, updates: int, step: int) -> bool:
+        """Prepare a checkpoint after `updates` updates of a cluster and `step` steps of the run; false if it failed."""
         if (cluster, updates) in self._pending:
             return False
         try:
-            draft = Draft(self._run, updates)
+            draft = Draft(self._run, step, updates)
         except OSError as error:
-            self._messages.put(_not_written(updates, str(error)))
+            self._messages.put(_not_written(step, str(error)))
             return False
-        manifest = msgspec.structs.replace(self._describe(plan), batches=batches)
         paths = tuple(draft.stage(i) for i in range(len(plan.stages)))
-        self._pending[cluster, updates] = _PendingCheckpoint(cluster, draft, manifest, set(range(len(paths))), paths)
+        waiting = set(range(len(paths)))
+        self._pending[cluster, updates] = _PendingCheckpoint(cluster, draft, self._describe(plan), waiting, paths)
+        self._steps[cluster, updates] = step
         return True
 
     def state_path(self, cluster: str, stage: int, updates: int) -> Path | None:
@@ -213,21 +209,30 @@ class RunCheckpoints:
     def cluster_ended(self, cluster: str) -> None:
         """Discard the pending checkpoints of a cluster."""
         for key in [key for key in self._pending if key[0] == cluster]:
-            self._pending.pop(key).draft.discard()
+            self._discard(key)
 
     def discard_after(self, updates: int) -> None:
         """Discard the pending checkpoints of later updates, which the run does not reach."""
         for key in [key for key in self._pending if key[1] > updates]:
-            self._pending.pop(key).draft.discard()
+            self._discard(key)
+
+    def _discard(self, key: tuple[str, int]) -> None:
+        del self._steps[key]
+        self._pending.pop(key).draft.discard()
+
+    @property
+    def last_step(self) -> int:
+        """The latest step of a checkpoint of this run that is complete or on its way; 0 without one."""
+        return max(self._steps.values(), default=0)
 
     @property
     def is_waiting(self) -> bool:
         """Whether stages have not answered yet."""
         return bool(self._pending)
 
-    def has(self, updates: int) -> bool:
-        """Return whether this run has completed the checkpoint after `updates` updates."""
-        return updates in self._completed
+    def has(self, cluster: str, updates: int) -> bool:
+        """Return whether this run has completed the checkpoint of a cluster after `updates` updates."""
+        return (cluster, updates) in self._completed
 
     def messages(self) -> list[str]:
         """Return the new messages for the user."""
@@ -258,7 +263,7 @@ class RunCheckpoints:
             if pending.failures:
                 raise OSError(pending.failures[0])
             checkpoint = draft.complete(msgspec.structs.replace(pending.manifest, frozen=self._frozen()))
-            self._completed.add(draft.step)
+            self._completed.add((pending.cluster, draft.updates))
             prune(self._run, self.config.keep)
         except (OSError, RavnestError) as error:
             draft.discard()
