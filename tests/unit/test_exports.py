@@ -58,7 +58,10 @@ def test_commands_and_flags() -> None:
         "generate": [
             "--debug", "--ids", "--job", "--prompt", "--seed", "--temperature", "--tokenizer", "--tokens", "run",
         ],
-        "join": ["--data-dir", "--debug", "--max-upload", "--memory", "--name", "--port", "--threads", "ticket"],
+        "join": [
+            "--data-dir", "--debug", "--log-json", "--max-upload", "--memory", "--name", "--port", "--quiet",
+            "--threads", "ticket",
+        ],
         "kick": ["--debug", "--reason", "--run", "node"],
         "plan": [
             "--activation-compression", "--allow-single-node", "--debug", "--json", "--max-batch-size", "--max-length",
@@ -75,12 +78,12 @@ def test_commands_and_flags() -> None:
             "--activation-compression", "--advertise", "--allow-single-node", "--autocast", "--average-every",
             "--averaging-compression", "--checkpoint-every", "--checkpoint-to", "--clusters", "--coordinator-dir",
             "--cores", "--dashboard-port", "--debug", "--epochs", "--keep-checkpoints", "--listen",
-            "--local", "--max-batch-size", "--max-length", "--max-staleness", "--memory", "--memory-mode",
+            "--local", "--log-json", "--max-batch-size", "--max-length", "--max-staleness", "--memory", "--memory-mode",
             "--microbatch", "--microbatches-per-step", "--min-nodes", "--min-stages", "--mode",
             "--no-allow-single-node", "--no-recompute", "--no-verify",
-            "--outer-optimizer", "--recompute", "--replicas", "--resume", "--run-dir", "--seed", "--settle-time",
-            "--spares", "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid", "--validate-every",
-            "--validation-batches", "--verify", "job",
+            "--outer-optimizer", "--quiet", "--recompute", "--replicas", "--resume", "--run-dir", "--seed",
+            "--settle-time", "--spares", "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid",
+            "--validate-every", "--validation-batches", "--verify", "arguments", "job",
         ],
     }  # fmt: skip
 
@@ -93,7 +96,7 @@ def ravnest_command(*args: str) -> subprocess.CompletedProcess[str]:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """The options that `ravnest train` would change in a job's configuration; nothing is trained."""
     calls: list[dict[str, object]] = []
-    monkeypatch.setattr(train_command, "run_job", lambda file, changes: calls.append(changes))
+    monkeypatch.setattr(train_command, "run_job", lambda file, changes, output: calls.append(changes))
     return calls
 
 

@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 
 from ravnest import __version__
-from ravnest.cli.options import Debug
+from ravnest.cli.live_join import JoinOutput
+from ravnest.cli.options import Debug, LogJson, Output, output_of
 from ravnest.core.host import host_name
 from ravnest.core.ids import check_id
 from ravnest.core.units import parse_bytes, parse_rate, parse_seconds
@@ -53,6 +54,8 @@ def join(
     wait: Annotated[
         str, typer.Option(metavar="TIME", help="Time to wait for a coordinator that does not answer.")
     ] = "1h",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    log_json: LogJson = False,
     debug: Debug = False,
 ) -> None:
     """Contribute this PC to a run: measure it, join, train the assigned stage, and reconnect when the link is lost.
@@ -70,6 +73,7 @@ def join(
     from ravnest.node.storage import NodeStorage, node_directory
     from ravnest.transport.ticket import Ticket
 
+    output = output_of(quiet=quiet, log_json=log_json)
     parsed, node = Ticket.parse(ticket), check_id(name) if name else host_name()
     directory = node_directory(data_dir, parsed.fingerprint, node)
     config = AgentConfig(
@@ -82,16 +86,18 @@ def join(
         max_wait_s=None if stay else parse_seconds(wait),
         stays=stay,
     )
-    sys.exit(_run_agent(config, TicketMembership(parsed, node, __version__, directory)))
+    sys.exit(_run_agent(config, TicketMembership(parsed, node, __version__, directory), output))
 
 
-def _run_agent(config: AgentConfig, membership: TicketMembership) -> int:
+def _run_agent(config: AgentConfig, membership: TicketMembership, output: Output) -> int:
     """Run until the run ends or Ctrl-C (0), the coordinator removes this node (1) or does not answer (3)."""
     from ravnest.node.agent import CoordinatorAway
     from ravnest.node.console import AgentConsole, given, thanks
     from ravnest.node.session import DisconnectedByCoordinator
 
-    console = AgentConsole(Console(highlight=False, markup=False, soft_wrap=True).print)
+    lines = JoinOutput(Console(), output)
+    console = AgentConsole(lines.write)
+    lines.open(console)
     try:
         farewell = asyncio.run(_run_until_interrupted(config, membership, console))
     except DisconnectedByCoordinator as error:
@@ -100,6 +106,8 @@ def _run_agent(config: AgentConfig, membership: TicketMembership) -> int:
     except CoordinatorAway as error:
         console.log(str(error))
         return _AWAY
+    finally:
+        lines.close()
     if farewell is not None and farewell.is_run_over:
         console.log(thanks(farewell.contribution))
     elif farewell is not None and farewell.contribution is not None and farewell.contribution.batches:

@@ -5,17 +5,29 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from ravnest.config import Option, TrainingConfig, options
+from ravnest.core.config import require
 from ravnest.core.units import parse_seconds
 
-__all__ = ["Command", "Debug", "config_options"]
+__all__ = ["Command", "Debug", "LogJson", "Output", "Quiet", "config_options", "output_of"]
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+Output = Literal["auto", "quiet", "json"]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only what others need: a ticket, the run's directory.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Print a JSON object per line: events, steps, the end.")]
+
+
+def output_of(*, quiet: bool, log_json: bool) -> Output:
+    """Return the form of the output that these flags choose."""
+    require(not (quiet and log_json), "give --quiet or --log-json, not both")
+    return "quiet" if quiet else "json" if log_json else "auto"
+
 
 _RENAMED_FLAGS = {
     "--accumulate": "--microbatches-per-step",
@@ -35,7 +47,11 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
-        return super().parse_args(ctx, [*map(_current_flag, args[:end]), *args[end:]])
+        rest = super().parse_args(ctx, [*map(_current_flag, args[:end]), *args[end:]])
+        given = list(ctx.params.get("arguments") or ())
+        if len(given) > len(args[end + 1 :]):
+            ctx.fail(f"unexpected argument {given[0]!r}: arguments of the job file go after --")
+        return rest
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -1,52 +1,36 @@
-"""Renders the progress and the summary of a run: a live table on a terminal, plain lines elsewhere."""
+"""Renders the progress and the summary of a run: a live view on a terminal, plain lines or JSON elsewhere."""
 
 from __future__ import annotations
 
 import time
 
+import msgspec
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from ravnest.cli.live_region import is_live
+from ravnest.cli.live_run import LiveView, invite, plan_table
+from ravnest.cli.options import Output
 from ravnest.core.metrics import StageMetrics, bubble
 from ravnest.core.units import format_bytes, format_seconds, format_throughput
 from ravnest.run.job import Run
 from ravnest.run.metrics import Progress, ProgressView
 from ravnest.run.plan import PipelinePlan
 
-__all__ = ["progress_view", "summary"]
+__all__ = ["JsonView", "progress_view", "summary"]
 
 _REFRESH_S = 2.0
 _MAX_CONTRIBUTIONS = 50
 
 
-def progress_view(console: Console, steps: int | None) -> ProgressView:
-    """Return the progress view for a console."""
-    return LiveView(console, steps) if console.is_terminal else PlainView(console)
-
-
-def plan_table(plan: PipelinePlan, cluster: str = "") -> Table:
-    expected = f"about {format_throughput(plan.samples_per_s)}"
-    title = f"cluster {cluster}" if cluster else "the plan"
-    table = Table(title=f"{title}: {len(plan.plans)} stages, {plan.accumulate} microbatches a step, {expected}")
-    for name in ("node", "ops", "parameters", "memory", "ms a microbatch", "sends", "in flight", "delay"):
-        table.add_column(name, justify="left" if name == "node" else "right")
-    for p in plan.plans:
-        table.add_row(
-            p.node, f"{p.first_op}-{p.first_op + p.num_ops - 1}", format_bytes(p.parameter_bytes),
-            format_bytes(p.memory_bytes), f"{p.seconds * 1000:.1f}", format_bytes(p.sends_bytes), str(p.depth),
-            str(p.delay),
-        )  # fmt: skip
-    return table
-
-
-def invite(console: Console, ticket: str) -> None:
-    """Print the command that adds a PC to the run."""
-    console.print("on every PC that should join:\n", highlight=False)
-    console.print(f"    ravnest join {ticket}\n", highlight=False, markup=False, soft_wrap=True)
+def progress_view(console: Console, steps: int | None, output: Output = "auto") -> ProgressView:
+    """Return the progress view for a console: live on a terminal, else lines; or quiet; or lines of JSON."""
+    if output == "json":
+        return JsonView(console)
+    if output == "quiet":
+        return QuietView(console)
+    return LiveView(console, steps) if is_live(console) else PlainView(console)
 
 
 class _Rates:
@@ -65,7 +49,7 @@ def _line(progress: Progress) -> str:
     parts = [f"step {progress.step}", f"loss {progress.loss:.4f}"]
     parts += [f"{name} {value:.4f}" for name, value in progress.metrics.items()]
     parts += [f"validation {name} {value:.4f}" for name, value in progress.validation.items()]
-    return "  ".join([*parts, f"{progress.samples_per_s:.1f} samples/s"])
+    return "  ".join([*parts, format_throughput(progress.samples_per_s)])
 
 
 class PlainView(ProgressView):
@@ -87,6 +71,10 @@ class PlainView(ProgressView):
     def message(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def waiting(self, reason: str) -> None:
+        if reason:
+            self.message(f"no cluster trains: {reason}")
+
     def update(self, progress: Progress) -> None:
         self._last = progress
         if time.monotonic() >= self._next:
@@ -99,7 +87,8 @@ class PlainView(ProgressView):
             f"[{i}] {format_bytes(m.memory_bytes)} bubble {bubbles[i]:.1%} staleness {max(m.staleness, default=0)}"
             for i, m in sorted(progress.stages.items())
         )
-        stages += "  ".join(f"[{name}] {text}" for name, text in progress.clusters.items())
+        if not progress.stages:
+            stages = "  ".join(f"[{name}] {training.summary()}" for name, training in progress.clusters.items())
         self._console.print(f"{_line(progress)}  {stages}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -107,61 +96,55 @@ class PlainView(ProgressView):
             self._print(self._last)
 
 
-class LiveView(ProgressView):
-    """Shows a live table of the stages and a progress bar."""
+class QuietView(ProgressView):
+    """Prints the ticket, which others need, and nothing else."""
 
-    def __init__(self, console: Console, steps: int | None) -> None:
-        self._console, self._rates = console, _Rates()
-        self._plan: PipelinePlan | None = None
-        columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}", TimeRemainingColumn())
-        self._bar = Bar(*columns, console=console)
-        self._task = self._bar.add_task("training", total=steps)
-        self._bubbles: dict[int, float] = {}
-        self._next = 0.0
-        self._live = Live(self._bar, console=console, refresh_per_second=4)
-
-    def planned(self, plan: PipelinePlan, cluster: str = "") -> None:
-        self._plan = plan
-        self._console.print(plan_table(plan, cluster))
-        if not self._live.is_started:
-            self._live.start()
+    def __init__(self, console: Console) -> None:
+        self._console = console
 
     def invited(self, ticket: str) -> None:
-        invite(self._console, ticket)
+        self._console.print(ticket, highlight=False, markup=False, soft_wrap=True)
+
+
+class JsonView(ProgressView):
+    """Prints a JSON object per line; `docs/reference/log-json.md` describes the fields."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._step = console, 0
+
+    def write(self, kind: str, **fields: object) -> None:
+        """Print a line of this type; numbers that are not finite become null."""
+        line = msgspec.json.encode({"type": kind, "time": round(time.time(), 3), **fields})
+        self._console.file.write(line.decode() + "\n")
+        self._console.file.flush()
+
+    def planned(self, plan: PipelinePlan, cluster: str = "") -> None:
+        self.write("plan", cluster=cluster, **plan.content())
+
+    def invited(self, ticket: str) -> None:
+        self.write("ticket", ticket=ticket)
 
     def dashboard(self, link: str) -> None:
-        self.message(f"dashboard: {link}")
+        self.write("dashboard", link=link)
 
     def message(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.write("message", text=text)
+
+    def event(self, kind: str, text: str) -> None:
+        self.write("event", event=kind, text=text)
+
+    def waiting(self, reason: str) -> None:
+        self.write("waiting", reason=reason)
 
     def update(self, progress: Progress) -> None:
-        self._bar.update(self._task, completed=progress.step)
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _REFRESH_S / 4
-            self._bubbles = self._rates.bubbles(progress) if progress.stages else {}
-        self._live.update(Group(_line(progress), self._stages(progress), self._bar))
-
-    def _stages(self, progress: Progress) -> Table:
-        table = Table()
-        if progress.clusters:
-            table.add_column("cluster")
-            table.add_column("")
-            for name, text in progress.clusters.items():
-                table.add_row(name, text)
-            return table
-        assert self._plan is not None
-        for name in ("node", "updates", "in flight", "bubble", "staleness", "memory", "sent"):
-            table.add_column(name, justify="left" if name == "node" else "right")
-        for i, m in sorted(progress.stages.items()):
-            table.add_row(
-                self._plan.plans[i].node, str(m.updates), str(m.in_flight), f"{self._bubbles.get(i, 0.0):.1%}",
-                str(max(m.staleness, default=0)), format_bytes(m.memory_bytes), format_bytes(m.sent_bytes),
-            )  # fmt: skip
-        return table
-
-    def close(self) -> None:
-        self._live.stop()
+        if progress.step == self._step:
+            self.write("evaluation", step=progress.validation_step, values=progress.validation)
+            return
+        self._step = progress.step
+        self.write(
+            "step", step=progress.step, loss=progress.loss, values=progress.metrics, samples=progress.samples,
+            samples_per_s=progress.samples_per_s,
+        )  # fmt: skip
 
 
 def summary(run: Run) -> Group:

@@ -15,6 +15,7 @@ import msgspec
 from ravnest.coordinator.event_log import printable
 from ravnest.coordinator.policy.leases import LeaseCounts
 from ravnest.coordinator.policy.membership import MembershipPolicy
+from ravnest.coordinator.policy.waiting import waiting_for
 from ravnest.coordinator.state import ClusterRecord, CoordinatorState, LinkRecord, NodeRecord
 from ravnest.core.metrics import StageMetrics, bubble
 from ravnest.protocol.commands import AverageReady
@@ -171,6 +172,7 @@ class RunStatus(_Status, frozen=True):
     events: tuple[EventStatus, ...]  # the newest last
     rings: RingsStatus | None = None
     rounds_done: int = 0
+    waiting: str = ""  # what the run waits for; empty while a cluster trains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,7 @@ def status_of(state: CoordinatorState, now_s: float, runtime: RuntimeStatus) -> 
         events=tuple(EventStatus(at_s=at_s, text=text) for at_s, text in list(state.recent_events)[-_MAX_EVENTS:]),
         rings=_rings(state),
         rounds_done=state.rounds_done,
+        waiting=printable(waiting_for(state, now_s, runtime.policy)),
     )
 
 

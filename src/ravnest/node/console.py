@@ -25,6 +25,13 @@ class AgentConsole:
         self._assignment: Assignment | None = None
         self._progress: tuple[float, int] | None = None  # time and microbatches at the last line about training
         self.activity = ""
+        self.metrics: StageMetrics | None = None  # the latest of the present stage
+        self.num_updates = self.num_microbatches = 0  # of the stages before
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The stage that this node has, if it has one."""
+        return self._assignment
 
     def log(self, line: str) -> None:
         self.activity = line
@@ -40,6 +47,10 @@ class AgentConsole:
 
     def assigned(self, assignment: Assignment | None, reason: str) -> None:
         self._assignment, self._progress = assignment, None
+        if self.metrics is not None:
+            self.num_updates += self.metrics.updates
+            self.num_microbatches += self.metrics.microbatches
+            self.metrics = None
         self.log(f"free: {reason}" if assignment is None else f"{stage_of(assignment)}: loading")
 
     def waiting(self, reason: str, within_s: float | None) -> None:
@@ -70,6 +81,7 @@ class AgentConsole:
 
     def _updated(self, metrics: StageMetrics) -> None:
         now_s = self._clock.now_s()
+        self.metrics = metrics
         if self._progress is None:
             self._progress = now_s, metrics.microbatches
             self.log(f"training: {_updates(metrics.updates)}")

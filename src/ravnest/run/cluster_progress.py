@@ -27,7 +27,9 @@ from ravnest.coordinator.events import (
     PlanCreated,
     RoundStarted,
 )
+from ravnest.coordinator.policy.waiting import waiting_for
 from ravnest.core.metrics import StageMetrics, bubble
+from ravnest.core.units import format_throughput
 from ravnest.errors import FrameError, RavnestError, WorkerLost
 from ravnest.protocol.commands import EvaluationReport, LossReport, Report, StateSaved, StepReport
 from ravnest.run.checkpoint.writer import RunCheckpoints
@@ -81,7 +83,8 @@ class ClusterProgress:
     def summary(self) -> str:
         loss = f"loss {self.losses[-1]:.4f}, " if self.losses else ""
         idle = [f"{bubble(StageMetrics(), m):.0%}" for _, m in sorted(self.tracker.stages.items())]
-        return f"{self.tracker.steps_done} updates, {loss}{self.samples_per_s:.1f} samples/s, bubbles {' '.join(idle)}"
+        speed = format_throughput(self.samples_per_s)
+        return f"{self.tracker.steps_done} updates, {loss}{speed}, bubbles {' '.join(idle)}"
 
 
 class RunMonitor:
@@ -115,6 +118,7 @@ class RunMonitor:
         self.began_s = 0.0
         self._samples = 0
         self._is_log_full = False
+        self._waiting = ""
         self.on_line: Callable[[dict[str, Any]], None] = lambda line: None  # a line of metrics
 
     _thread: CoordinatorThread
@@ -133,6 +137,7 @@ class RunMonitor:
                 note = self.notes.get(timeout=_POLL_S)
             except queue.Empty:
                 self._thread.check()
+                self._show_waiting()
                 continue
             try:
                 self._handle(note)
@@ -156,6 +161,7 @@ class RunMonitor:
             case ClusterStopped(cluster=cluster, reason=reason, is_lost=is_lost):
                 self.clusters.pop(cluster, None)
                 self._checkpoints.cluster_ended(cluster)
+                self._show_waiting()
                 if is_lost and self._is_local:
                     self._count_failure(reason)
             case BatchFed(cluster=cluster, step=step, microbatches=microbatches) if cluster in self.clusters:
@@ -191,7 +197,7 @@ class RunMonitor:
         if isinstance(event, LeaseGranted | LeaseSettled):
             return
         if self._is_visible(event) and (text := describe(event)) is not None:
-            self._view.message(text)
+            self._view.event(type(event).__name__, text)
         if isinstance(event, PlanCreated):
             for cluster in event.clusters:
                 plan = self._builder.plans[cluster.id]
@@ -210,6 +216,21 @@ class RunMonitor:
             if training is not None and not training.began_s:
                 training.began_s = time.monotonic()
                 self.began_s = self.began_s or training.began_s
+        if self._waiting:
+            self._show_waiting()
+
+    def _show_waiting(self) -> None:
+        """Show what the run waits for, when that changes; local runs are shown to wait only after a failure."""
+        if any(training.began_s for training in self.clusters.values()):
+            reason = ""
+        elif self._is_local and not self.began_s:
+            return
+        else:
+            policy = self._thread.service.config.membership
+            reason = self._thread.call(lambda c: waiting_for(c.state, c.now_s(), policy))
+        if reason != self._waiting:
+            self._waiting = reason
+            self._view.waiting(reason)
 
     def _handle_report(self, cluster: str, stage: int, report: Report) -> None:
         training = self.clusters[cluster]
@@ -247,10 +268,8 @@ class RunMonitor:
         progress.step += 1
         progress.loss, progress.metrics = means[0], dict(zip(self._labels[1:], means[1:], strict=True))
         progress.samples_per_s = self._samples / max(time.monotonic() - self.began_s, 1e-9)
-        if len(self.clusters) > 1 or not self._is_local:
-            progress.clusters = {c: t.summary() for c, t in self.clusters.items()}
-        else:
-            progress.stages = training.tracker.stages
+        progress.samples, progress.clusters = self._samples, self.clusters
+        progress.stages = training.tracker.stages if len(self.clusters) == 1 and self._is_local else {}
         self._write({"step": progress.step, "cluster": cluster, "loss": means[0], **progress.metrics,
                      "seconds": self._seconds(), "samples": samples,
                      "stages": [msgspec.structs.asdict(m) for m in training.tracker.stages.values()]})  # fmt: skip
@@ -259,6 +278,7 @@ class RunMonitor:
     def _evaluation_done(self, cluster: str, training: ClusterProgress, evaluation: dict[str, float]) -> None:
         training.validation = evaluation[self._labels[0]]
         self.progress.validation = {name: value for name, value in evaluation.items() if name != "step"}
+        self.progress.validation_step = int(evaluation["step"])
         self.evaluations.append(evaluation)
         self._write({"evaluation": evaluation["step"], "cluster": cluster, **self.progress.validation,
                      "seconds": self._seconds()})  # fmt: skip

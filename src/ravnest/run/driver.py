@@ -364,6 +364,8 @@ class RunDriver:
             raise RavnestError("no batch was trained: nothing is saved")
         if self._stop.is_requested and not monitor.began_s:
             raise RavnestError("stopped before any cluster trained: nothing is saved")
+        if self._stop.is_requested:
+            self._view.message("stopping after the batches in flight, then saving; Ctrl-C again ends at once")
         monitor.pump_until(self._all_settled)
         self._thread.call(lambda coordinator: coordinator.running.end_training())
         monitor.pump_until(self._all_updated, _TIMEOUT_S, "the last updates")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ class JobFile:
     after: Callable[[Any], str] | None
 
 
-def load_job(path: Path) -> JobFile:
-    """Run a job file as a module that is not `__main__`, without command-line arguments.
+def load_job(path: Path, arguments: Sequence[str] = ()) -> JobFile:
+    """Run a job file as a module that is not `__main__`, with these command-line arguments and no others.
 
     Raises:
         ValueError: The file does not define a job.
@@ -34,7 +34,7 @@ def load_job(path: Path) -> JobFile:
     if not path.is_file():
         raise ValueError(f"{path} does not exist or is not a file")
     sys.path.insert(0, str(path.resolve().parent))
-    arguments, sys.argv = sys.argv, [str(path)]
+    before, sys.argv = sys.argv, [str(path), *arguments]
     try:
         names = runpy.run_path(str(path), run_name="ravnest_job")
     except SyntaxError as error:
@@ -43,8 +43,8 @@ def load_job(path: Path) -> JobFile:
         raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
     except SystemExit as error:
         raise ValueError(
-            f"{path} ended with sys.exit({error.code!r}) while it was loaded: a job file gets no arguments and only "
-            "defines 'job'; give every argument a default, and leave out sys.exit"
+            f"{path} ended with sys.exit({error.code!r}) while it was loaded: a job file only defines 'job'. Leave out "
+            "sys.exit; arguments for argparse need a default, or follow -- after the options of `ravnest train`"
         ) from error
     except ImportError as error:
         if "relative import" not in str(error):
@@ -54,7 +54,7 @@ def load_job(path: Path) -> JobFile:
             "'from . import helpers'; its directory is searched for modules"
         ) from error
     finally:
-        sys.argv = arguments
+        sys.argv = before
     job = names.get("job")
     if not isinstance(job, Job):
         raise ValueError(f"{path}: {_problem(job, path)}. {_EXAMPLE}")

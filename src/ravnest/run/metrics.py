@@ -19,11 +19,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ravnest.core.metrics import StageMetrics
 from ravnest.errors import FrameError
 from ravnest.run.plan import PipelinePlan
+
+if TYPE_CHECKING:
+    from ravnest.run.cluster_progress import ClusterProgress
 
 __all__ = ["Progress", "ProgressView", "MetricsFile", "LossTracker"]
 
@@ -36,9 +39,11 @@ class Progress:
     loss: float = math.nan
     metrics: dict[str, float] = field(default_factory=dict)  # further values of the loss function
     validation: dict[str, float] = field(default_factory=dict)
-    samples_per_s: float = 0.0
-    stages: dict[int, StageMetrics] = field(default_factory=dict)
-    clusters: dict[str, str] = field(default_factory=dict)  # a summary of each, where there are several
+    validation_step: int = 0
+    samples: int = 0  # trained by this process
+    samples_per_s: float = 0.0  # since its first step
+    stages: dict[int, StageMetrics] = field(default_factory=dict)  # of a local run with one cluster
+    clusters: Mapping[str, ClusterProgress] = field(default_factory=dict)
 
 
 class ProgressView:
@@ -55,6 +60,13 @@ class ProgressView:
 
     def message(self, text: str) -> None:
         """Show a message about the run."""
+
+    def event(self, kind: str, text: str) -> None:
+        """Show an event of the coordinator; `kind` is the name of its class."""
+        self.message(text)
+
+    def waiting(self, reason: str) -> None:
+        """Show that no cluster trains, and what the run waits for; an empty reason: one trains again."""
 
     def update(self, progress: Progress) -> None:
         """Show the progress after an update or an evaluation."""

@@ -44,7 +44,7 @@ FILES: dict[str, tuple[str, int, str]] = {
     "arguments": (
         HEAD + "import argparse\np = argparse.ArgumentParser()\np.add_argument('corpus')\np.parse_args()\n" + JOB,
         2,
-        "a job file gets no arguments",
+        "arguments for argparse need a default, or follow --",
     ),
     "relative import": ("from . import helpers\n", 2, "uses a relative import.* write 'import helpers'"),
     "missing module": ("import not_there_at_all\n", 1, "ModuleNotFoundError: No module named 'not_there_at_all'"),
@@ -94,6 +94,17 @@ def test_a_job_file_with_arguments_that_have_defaults(tmp_path: Path) -> None:
     parser = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', default=0.5)\na = p.parse_args()\n"
     (tmp_path / "job.py").write_text(HEAD + parser + "print('loading')\n" + JOB + "job.name = str(a.lr)\n")
     assert load_job(tmp_path / "job.py").job.name == "0.5"
+    assert load_job(tmp_path / "job.py", ["--lr", "2"]).job.name == "2"
+
+
+def test_a_job_file_gets_the_arguments_after_two_dashes(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import sys\nraise ValueError(sys.argv[1:])\n")
+    for options, expected in ((["--local", "2"], "[]"), (["--", "--local", "x"], "['--local', 'x']")):
+        code, _, errors = run_cli("train", tmp_path / "job.py", *options)
+        assert (code, f"ValueError: {expected}" in errors) == (1, True), errors
+    code, _, errors = run_cli("train", tmp_path / "job.py", "stray")
+    assert code == 2
+    assert "arguments of the job file go after --" in " ".join(errors.split())
 
 
 def linear(**changes: Any) -> nn.Module:
