@@ -99,10 +99,9 @@ def _coder(run: str, folder: Path | None, job: Path | None) -> Any:
 
 
 def _job(run: str, job: Path | None) -> Any:
-    from ravnest.run.checkpoint.export import job_file
-    from ravnest.run.job_file import load_job
+    from ravnest.run.checkpoint.export import job_of
 
-    return load_job(job_file(Path(run), job, "generating needs the model and its tokenizer")).job
+    return job_of(Path(run), job, "generating needs the model and its tokenizer")
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def train(
     from ravnest.run.job_file import load_job  # imports torch, which takes a second
 
     loaded = load_job(job, arguments or ())
-    loaded.job.source = job
+    loaded.job.source, loaded.job.arguments = job, tuple(arguments or ())
     run_job(loaded, changes, output)
 
 

@@ -49,6 +49,8 @@ def _raised_at(error: Exception) -> str:
     if not own:
         return ""
     last = own[-1]
+    if last.filename.endswith("ravnest/graph/tracer.py"):  # torch raised it, and no line of the user's own is between
+        return f"in an operation of torch that the {'loss' if 'self.loss(' in (last.line or '') else 'model'} calls"
     return f"at {last.filename}:{last.lineno} in {last.name}: {last.line}"
 
 

@@ -9,6 +9,7 @@ Each run has a directory, by default a new one under `runs/`.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -97,6 +98,7 @@ class Job:
         tokenizer: For `ravnest generate`: an object with `encode(text)` and `decode(ids)`, such as a tokenizer of
             `transformers`. Default: none.
         source: The file that defines the job, if one does.
+        arguments: The command-line arguments of that file. Default: none.
     """
 
     model: nn.Module | Callable[[], nn.Module] | Pretrained
@@ -109,6 +111,7 @@ class Job:
     config: TrainingConfig = field(default_factory=TrainingConfig)
     tokenizer: Any = None
     source: Path | None = None
+    arguments: Sequence[str] = ()
 
     def train(self, config: TrainingConfig | None = None, *, show: ProgressView | None = None, **changes: Any) -> Run:
         """Train on this machine or on PCs that join, and wait for the end.
@@ -168,7 +171,8 @@ class Job:
             view.message(f"autograd replaces a backward pass of the model's own: {'; '.join(program.untraced)}")
         folder = self._folder(config, start)
         if self.source is not None:
-            (folder / "job.txt").write_text(f"{self.source.resolve()}\n")  # for `ravnest export`
+            arguments = f"{json.dumps(list(self.arguments))}\n" if self.arguments else ""
+            (folder / "job.txt").write_text(f"{self.source.resolve()}\n{arguments}")  # for `ravnest export`
         return TracedJob(program, self.optimizer, config, batch_size, folder, start, self.weight)
 
     def _trace(self, config: TrainingConfig, examples: Sequence[Any]) -> Program:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import ravnest
 from ravnest.config import TrainingConfig
+from ravnest.run.checkpoint.export import job_of
 from ravnest.run.job import Job, new_folder
 from ravnest.run.job_file import load_job
 from ravnest.run.metrics import ProgressView
@@ -95,6 +96,8 @@ def test_a_job_file_with_arguments_that_have_defaults(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(HEAD + parser + "print('loading')\n" + JOB + "job.name = str(a.lr)\n")
     assert load_job(tmp_path / "job.py").job.name == "0.5"
     assert load_job(tmp_path / "job.py", ["--lr", "2"]).job.name == "2"
+    (tmp_path / "job.txt").write_text(f'{tmp_path / "job.py"}\n["--lr", "3"]\n')
+    assert job_of(tmp_path, None, "").name == "3", "as `ravnest export` finds it"
 
 
 def test_a_job_file_gets_the_arguments_after_two_dashes(run_cli: RunCli, tmp_path: Path) -> None:
@@ -160,6 +163,25 @@ class Single(nn.Linear):
         return result * 2 if x.shape[0] == 1 else result
 
 
+class Selects(nn.Linear):
+    """Has an output whose size is a number of values."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x[x > 0] if (x > 0).sum() > 1 else x
+
+
+class Nonzero(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).nonzero().float().sum(1)
+
+
 X, Y = torch.ones(4, 3), torch.ones(4, 2)
 JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "vector": ({"loss": lambda y, t: (y - t).square()}, "must be a scalar"),
@@ -170,6 +192,14 @@ JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "frozen": ({"model": linear().requires_grad_(False)}, "does not depend on any trainable parameter"),
     "not a number": ({"loss": lambda y, t: (y.sum() - 1e9).log()}, "the loss of the first batch is nan"),
     "infinite": ({"loss": lambda y, t: F.mse_loss(y, t) * 1e38 * 1e38}, "the loss of the first batch is inf"),
+    "a shape from values": (
+        {"loss": lambda y, t: y.sum(), "model": Selects()},
+        r"depends on the values of its tensors, at .*test_bad_input\.py:\d+ in forward: return x\[x > 0\]",
+    ),
+    "a shape from values in the loss": (
+        {"model": Nonzero(), "loss": F.mse_loss},
+        "depends on the values of its tensors, in an operation of torch that the loss calls",
+    ),
     "integers": ({"loss": lambda y, t: y.argmax()}, "must be a scalar"),
     "empty": ({"data": []}, "the data are empty"),
     "no iterable": ({"data": 3}, "the data are a int, which cannot be iterated"),

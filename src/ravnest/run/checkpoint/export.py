@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -28,9 +29,10 @@ from ravnest.graph.program import dtype_name
 from ravnest.graph.weights import WeightsFile, open_weights
 from ravnest.run.checkpoint.adapter import AdapterModel, is_adapter_model
 from ravnest.run.checkpoint.format import Checkpoint, choose
+from ravnest.run.job import Job
 from ravnest.run.job_file import load_job
 
-__all__ = ["export", "job_file", "newest_weights"]
+__all__ = ["export", "job_of", "newest_weights"]
 
 _MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _METADATA = {"format": "pt"}  # needed by `transformers`
@@ -202,20 +204,24 @@ def _shards(specs: Iterable[StateSpec], max_bytes: int) -> list[list[StateSpec]]
     return shards
 
 
-def job_file(run: Path, job: Path | None, purpose: str) -> Path:
-    """Return the run's job file, or the given one; raises `ValueError` if there is none."""
-    known = run / "job.txt"
+def job_of(run: Path, job: Path | None, purpose: str) -> Job:
+    """Return the job of the run's job file, with the arguments it had, or of the given file.
+
+    Raises `ValueError` if there is none.
+    """
+    known, arguments = run / "job.txt", list[str]()
     if job is None and known.exists():
-        job = Path(known.read_text().strip())
+        name, _, rest = known.read_text().strip().partition("\n")
+        job, arguments = Path(name), msgspec.json.decode(rest or "[]", type=list[str])
     if job is None or not job.exists():
         reason = "the run does not name its job file" if job is None else f"{job} does not exist"
         raise ValueError(f"{reason}; {purpose}: give the job file with --job")
-    return job
+    return load_job(job, arguments).job
 
 
 def _model(run: Path, job: Path | None) -> tuple[nn.Module, str]:
     """Return the job's model and the folder it started from; one that a function builds gets no memory for weights."""
-    model = load_job(job_file(run, job, "a directory needs the model's configuration")).job.model
+    model = job_of(run, job, "a directory needs the model's configuration").model
     if isinstance(model, nn.Module):
         return model, ""
     with torch.device("meta"):
