@@ -19,8 +19,9 @@ from ravnest.errors import (
 )
 
 if TYPE_CHECKING:
-    from ravnest import lr, staleness
-    from ravnest.api import Job, Run, TrainingConfig, pretrained
+    from ravnest import events, lr, staleness, trackers
+    from ravnest.api import EventStream, Job, Run, TrainingConfig, pretrained
+    from ravnest.events import Callback, StopTraining
     from ravnest.pipeline.optimizers import SGD, Adam, AdamW, Muon, NAdam, Optimizer
     from ravnest.pipeline.staleness import Correction
 
@@ -29,6 +30,7 @@ __version__ = version("ravnest")
 __all__ = [
     "__version__",
     "Job", "Run", "TrainingConfig", "pretrained",
+    "Callback", "EventStream", "StopTraining", "events", "trackers",
     "Optimizer", "SGD", "Adam", "AdamW", "NAdam", "Muon", "lr",
     "Correction", "staleness",
     "RavnestError", "TraceError", "UnsupportedOp", "CutError", "ProgramError", "WeightsError", "WorkerLost",
@@ -36,11 +38,12 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "api": ("Job", "Run", "TrainingConfig", "pretrained"),
+    "api": ("EventStream", "Job", "Run", "TrainingConfig", "pretrained"),
+    "events": ("Callback", "StopTraining"),
     "pipeline.staleness": ("Correction",),
     "pipeline.optimizers": ("SGD", "Adam", "AdamW", "Muon", "NAdam", "Optimizer"),
 }
-_MODULES = ("lr", "staleness")
+_MODULES = ("events", "lr", "staleness", "trackers")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 

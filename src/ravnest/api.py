@@ -1,7 +1,8 @@
-"""The public API: a job, its configuration, and the run that training returns."""
+"""The public API: a job, its configuration, the run that training returns, and the stream of its events."""
 
 from ravnest.config import TrainingConfig
 from ravnest.graph.pretrained import pretrained
 from ravnest.run.job import Job, Run
+from ravnest.run.stream import EventStream
 
-__all__ = ["Job", "Run", "TrainingConfig", "pretrained"]
+__all__ = ["EventStream", "Job", "Run", "TrainingConfig", "pretrained"]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ravnest.core.config import config, require
 from ravnest.core.units import format_seconds, parse_bytes
+from ravnest.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from ravnest.pipeline.staleness import Correction
@@ -58,7 +59,7 @@ class Option:
     @property
     def text(self) -> str:
         """The help text with the default; where the default is None, False or empty, the help text explains it."""
-        if self.default is None or self.default is False or self.default == "":
+        if self.default is None or self.default is False or self.default in ("", ()):
             return self.help
         default = format_seconds(self.default) if isinstance(self.default, float) else self.default
         return f"{self.help} Default: {default}."
@@ -66,10 +67,11 @@ class Option:
     def check(self, value: Any) -> None:
         if value is None:
             return
-        require(
-            not self.choices or value in self.choices,
-            f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}",
-        )
+        for one in value if isinstance(value, tuple) else (value,):
+            require(
+                not self.choices or one in self.choices,
+                f"{self.name} must be one of {', '.join(self.choices)}, got {one!r}",
+            )
         require(self.min is None or value >= self.min, f"{self.name} must be >= {self.min}, got {value}")
         require(self.max is None or value <= self.max, f"{self.name} must be <= {self.max}, got {value}")
 
@@ -220,12 +222,19 @@ class TrainingConfig:
         None, _FILES, "Continue a run: its directory, one of its checkpoints, or a URL of copies.", metavar="RUN"
     )
 
+    track: Sequence[str] = _option(
+        tuple[str, ...](), _FILES, "Tracker that also gets configuration, plan and metrics; may be given several "
+        "times. In Python: a name or a list of names.",
+        choices=TRACKERS,
+    )  # fmt: skip
     dashboard_port: int | None = _option(
         None, _FILES, "Port of the dashboard on 127.0.0.1; 0 for no dashboard. Without it: a free port.", min=0,
         max=65535,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        given = [self.track] if isinstance(self.track, str) else self.track
+        object.__setattr__(self, "track", tuple(dict.fromkeys(given)))
         for option in _documented_fields():
             option.check(getattr(self, option.name))
         require(

@@ -24,9 +24,10 @@ train_command = import_module("ravnest.cli.train")
 
 def test_exported_names() -> None:
     assert sorted(ravnest.__all__) == [
-        "Adam", "AdamW", "Correction", "CutError", "Job", "Muon", "NAdam", "NotFinite", "Optimizer", "ProgramError",
-        "RavnestError", "Run", "SGD", "TraceError", "TrainingConfig", "UnsupportedOp", "WeightsError", "WorkerLost",
-        "__version__", "lr", "pretrained", "staleness",
+        "Adam", "AdamW", "Callback", "Correction", "CutError", "EventStream", "Job", "Muon", "NAdam", "NotFinite",
+        "Optimizer", "ProgramError", "RavnestError", "Run", "SGD", "StopTraining", "TraceError", "TrainingConfig",
+        "UnsupportedOp", "WeightsError", "WorkerLost", "__version__", "events", "lr", "pretrained", "staleness",
+        "trackers",
     ]  # fmt: skip
     assert sorted(ravnest.lr.__all__) == ["constant", "cosine", "linear"]
     assert sorted(ravnest.staleness.__all__) == ["delay_compensation", "look_ahead", "lr_discount", "none"]
@@ -83,7 +84,7 @@ def test_commands_and_flags() -> None:
             "--no-allow-single-node", "--no-recompute", "--no-verify",
             "--outer-optimizer", "--quiet", "--recompute", "--replicas", "--resume", "--run-dir", "--seed",
             "--settle-time", "--spares", "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid",
-            "--validate-every", "--validation-batches", "--verify", "arguments", "job",
+            "--track", "--validate-every", "--validation-batches", "--verify", "arguments", "job",
         ],
     }  # fmt: skip
 

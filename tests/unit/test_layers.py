@@ -39,14 +39,18 @@ LAYERS: dict[str, set[str]] = {
     "dashboard": FOUNDATION | {"coordinator"},
     "worker": FOUNDATION | DATA_PLANE,
     "node": FOUNDATION | DATA_PLANE | {"worker"},
-    "config": FOUNDATION | DATA_PLANE,
-    "run": FOUNDATION | DATA_PLANE | {"config", "simulator", "coordinator", "dashboard", "worker", "node"},
+    "events": {"core"},
+    "trackers": {"core", "events"},
+    "config": FOUNDATION | DATA_PLANE | {"trackers"},
+    "run": FOUNDATION
+    | DATA_PLANE
+    | {"config", "events", "trackers", "simulator", "coordinator", "dashboard", "worker", "node"},
     "api": FOUNDATION | DATA_PLANE | {"config", "run"},
     "examples": {"api", "run"},
     "cli": FOUNDATION | DATA_PLANE | {"config", "simulator", "coordinator", "dashboard", "node", "run", "api"},
     "lr": {"pipeline"},
     "staleness": {"pipeline"},
-    "__init__": FOUNDATION | {"config", "api", "pipeline", "lr", "staleness"},
+    "__init__": FOUNDATION | {"config", "api", "events", "trackers", "pipeline", "lr", "staleness"},
     "__main__": {"cli"},
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -95,7 +95,9 @@ def _parameters(chosen: list[Option]) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(TrainingConfig, localns={"Correction": object})
     for option in chosen:
         hint = hints[option.name]
-        kind = next((kind for kind in (bool, int) if kind in (hint, *get_args(hint))), str)
+        kind: Any = next((kind for kind in (bool, int) if kind in (hint, *get_args(hint))), str)
+        if get_origin(hint) is Sequence:  # an option that may be given several times
+            kind = list[str]
         declaration = typer.Option(
             option.flag,
             help=option.text,
@@ -114,14 +116,16 @@ def _parameters(chosen: list[Option]) -> Iterator[inspect.Parameter]:
             yield _parameter(f"no_{option.name}", bool, opposite)
 
 
-def _parameter(name: str, kind: type, declaration: Any) -> inspect.Parameter:
-    annotation = Annotated[kind | None, declaration]  # type: ignore[valid-type]
+def _parameter(name: str, kind: Any, declaration: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, declaration]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _value(option: Option, given: dict[str, Any]) -> Any:
     """Return the value of a field from the command line; None if it was not given."""
     value: Any = False if given.get(f"no_{option.name}") else given[option.name]
+    if isinstance(value, list):
+        return tuple(value) or None
     if value is not None and option.name.endswith("_s"):
         return parse_seconds(value)
     return _RENAMED_VALUES.get((option.name, value), value)

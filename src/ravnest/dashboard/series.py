@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["NodeSeries", "Series"]
+__all__ = ["NodeSeries", "Point", "Series"]
 
 Point = list[float | None]
 

@@ -36,6 +36,7 @@ from ravnest.run.checkpoint.writer import RunCheckpoints
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.coordinator_thread import CoordinatorThread
 from ravnest.run.data import BatchQueue
+from ravnest.run.event_feed import EventFeed
 from ravnest.run.metrics import LossTracker, MetricsFile, Progress, ProgressView
 from ravnest.run.plan import PipelinePlan
 from ravnest.run.requester import (
@@ -101,11 +102,13 @@ class RunMonitor:
         view: ProgressView,
         folder: Path,
         batch_queue: BatchQueue,
+        feed: EventFeed,
         *,
         is_local: bool,
     ) -> None:
         self._labels, self._builder, self._checkpoints = list(labels), builder, checkpoints
         self._view, self._folder, self._batch_queue, self._is_local = view, folder, batch_queue, is_local
+        self._feed = feed
         self._failures: tuple[int, int] = (0, 0)  # failures in a row, and the step at the last one
         self._last_failure = ""
         self.notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
@@ -120,6 +123,7 @@ class RunMonitor:
         self._is_log_full = False
         self._waiting = ""
         self.on_line: Callable[[dict[str, Any]], None] = lambda line: None  # a line of metrics
+        self.on_wait: Callable[[], None] = lambda: None  # before every note
 
     _thread: CoordinatorThread
     _log: MetricsFile
@@ -131,6 +135,7 @@ class RunMonitor:
         """Handle all waiting notes, and further ones until the predicate holds; raises `RavnestError` on timeout."""
         until = time.monotonic() + timeout_s
         while not self.notes.empty() or not predicate():
+            self.on_wait()
             if time.monotonic() > until:
                 raise RavnestError(f"{what} took longer than {timeout_s:g} s")
             try:
@@ -196,6 +201,7 @@ class RunMonitor:
     def _handle_event(self, event: Event) -> None:
         if isinstance(event, LeaseGranted | LeaseSettled):
             return
+        self._feed.handle_event(event)
         if self._is_visible(event) and (text := describe(event)) is not None:
             self._view.event(type(event).__name__, text)
         if isinstance(event, PlanCreated):
@@ -205,6 +211,7 @@ class RunMonitor:
                     self._labels, cluster.accumulate, len(cluster.members), first=cluster.first_update
                 )
                 self.clusters[cluster.id] = ClusterProgress(plan, tracker, fed=cluster.first_update)
+                self._feed.plan_created(cluster, plan)
                 if not self._is_local or event.generation == 1:
                     self._view.planned(plan, cluster.id if len(event.clusters) > 1 or not self._is_local else "")
             self._batch_queue.lead = max(4, 2 * len(self.clusters))
@@ -270,9 +277,14 @@ class RunMonitor:
         progress.samples_per_s = self._samples / max(time.monotonic() - self.began_s, 1e-9)
         progress.samples, progress.clusters = self._samples, self.clusters
         progress.stages = training.tracker.stages if len(self.clusters) == 1 and self._is_local else {}
+        seconds, stages = self._seconds(), list(training.tracker.stages.values())
         self._write({"step": progress.step, "cluster": cluster, "loss": means[0], **progress.metrics,
-                     "seconds": self._seconds(), "samples": samples,
-                     "stages": [msgspec.structs.asdict(m) for m in training.tracker.stages.values()]})  # fmt: skip
+                     "seconds": seconds, "samples": samples,
+                     "stages": [msgspec.structs.asdict(m) for m in stages]})  # fmt: skip
+        self._feed.step_done(
+            cluster, step, dict(zip(self._labels, means, strict=True)), step=progress.step, samples=samples,
+            seconds=seconds, samples_per_s=progress.samples_per_s, stages=stages,
+        )  # fmt: skip
         self._view.update(progress)
 
     def _evaluation_done(self, cluster: str, training: ClusterProgress, evaluation: dict[str, float]) -> None:
@@ -282,6 +294,7 @@ class RunMonitor:
         self.evaluations.append(evaluation)
         self._write({"evaluation": evaluation["step"], "cluster": cluster, **self.progress.validation,
                      "seconds": self._seconds()})  # fmt: skip
+        self._feed.evaluation_done(cluster, int(evaluation["step"]), self.progress.validation)
         self._view.update(self.progress)
 
     def _seconds(self) -> float:

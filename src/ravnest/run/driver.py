@@ -30,12 +30,14 @@ from ravnest.coordinator.status import RuntimeStatus
 from ravnest.core.metrics import StageMetrics
 from ravnest.dashboard.contributions import NodeContribution
 from ravnest.errors import NotFinite, RavnestError, WorkerLost
+from ravnest.run.callback_thread import StopRequest
 from ravnest.run.checkpoint.start import gather
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.cluster_progress import ClusterProgress, RunMonitor
 from ravnest.run.coordinator_thread import CoordinatorThread
 from ravnest.run.dashboard_feed import DashboardFeed
 from ravnest.run.data import Batches, BatchQueue
+from ravnest.run.event_feed import EventFeed
 from ravnest.run.fleet import fleet_builder, fleet_coordinator
 from ravnest.run.local import LocalNodes, local_builder, local_coordinator, local_nodes
 from ravnest.run.metrics import MetricsFile, Progress, ProgressView
@@ -48,13 +50,13 @@ __all__ = ["train"]
 
 
 class Interrupt:
-    """A context in which the first Ctrl-C only sets `is_requested`; the next one has its usual effect.
+    """A context in which the first Ctrl-C only requests the run's end; the next one has its usual effect.
 
     Outside the main thread it does nothing.
     """
 
-    def __init__(self) -> None:
-        self.is_requested = False
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
         self._before: Any = None
 
     def __enter__(self) -> Interrupt:
@@ -70,7 +72,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._before)
 
     def _request(self, number: int, frame: object) -> None:
-        self.is_requested = True
+        self._stop.request("Ctrl-C")
         signal.signal(signal.SIGINT, self._before)
 
 
@@ -82,12 +84,19 @@ _AVERAGE_BATCHES = 4  # of each cluster between two rounds: `benchmarks.clusters
 Validate = Callable[[], Sequence[Any]]
 
 
-def train(job: TracedJob, batches: Batches, validate: Validate | None, view: ProgressView) -> Run:
+def train(
+    job: TracedJob, batches: Batches, validate: Validate | None, view: ProgressView, feed: EventFeed, stop: StopRequest
+) -> Run:
     """Train a job to its end, on this machine or on PCs that join."""
-    with _prepared(job, view) as prepared:
-        driver = RunDriver(job, prepared, view)
-        driver.run(batches, validate)
+    try:
+        with _prepared(job, view) as prepared:
+            driver = RunDriver(job, prepared, view, feed, stop)
+            driver.run(batches, validate)
+    except BaseException as error:
+        feed.end("failed", str(error) or type(error).__name__)
+        raise
     assert driver.result is not None
+    feed.end("stopped" if stop.is_requested else "finished", stop.reason or "")
     return Run(
         job.folder, driver.result, driver.losses, driver.evaluations, driver.stages, driver.progress.samples_per_s,
         steps=driver.progress.step, contributions=driver.contributions,
@@ -122,21 +131,25 @@ def _prepared(job: TracedJob, view: ProgressView) -> Iterator[_Prepared]:
 class RunDriver:
     """One run, from the first batch to the saved model."""
 
-    def __init__(self, job: TracedJob, prepared: _Prepared, view: ProgressView) -> None:
-        self._job, self._prepared, self._view = job, prepared, view
+    def __init__(
+        self, job: TracedJob, prepared: _Prepared, view: ProgressView, feed: EventFeed, stop: StopRequest
+    ) -> None:
+        self._job, self._prepared, self._view, self._feed, self._stop = job, prepared, view, feed, stop
         self._queue = BatchQueue(
             job.program, batch_size=job.batch_size, max_batch=prepared.builder.microbatch, weight=job.weight
         )
         self._checkpoints = job.checkpoints()
         self._monitor = RunMonitor(
             [v.name for v in job.program.outputs], prepared.builder, self._checkpoints, view, job.folder, self._queue,
-            is_local=prepared.nodes is not None,
+            feed, is_local=prepared.nodes is not None,
         )  # fmt: skip
         self._clusters = self._monitor.clusters
         if prepared.nodes is not None:
             prepared.nodes.on_message = lambda text, is_failure: self._monitor.notes.put(NodeMessage(text, is_failure))
         self._dashboard = DashboardFeed(job, prepared.builder)
         self._monitor.on_line = self._dashboard.add_line
+        self._monitor.on_wait = stop.check
+        self._checkpoints.on_complete = feed.checkpoint_done
         self._first_batch = 0
         self._ordered = ("", 0)  # the last checkpoint ordered from a cluster that trains alone: cluster, step
         self.result: PipelinePlan | None = None
@@ -145,7 +158,6 @@ class RunDriver:
 
     _thread: CoordinatorThread
     _has_coordinator = False
-    _stop: Interrupt
 
     @property
     def progress(self) -> Progress:
@@ -169,9 +181,10 @@ class RunDriver:
         data_error: Exception | None = None
         try:
             thread = CoordinatorThread(coordinator.directory, self._make_server, self._prepared.nodes)
-            with thread as self._thread, Interrupt() as self._stop, self._open_log() as log:
+            with thread as self._thread, Interrupt(self._stop), self._open_log() as log:
                 self._has_coordinator = True
                 monitor.begin(thread, log)
+                self._feed.start(job, step=self.progress.step, samples=log.samples, seconds=log.seconds)
                 self._dashboard.begin(thread, self._view)
                 if thread.ticket:
                     self._view.invited(thread.ticket)
@@ -360,6 +373,8 @@ class RunDriver:
         monitor = self._monitor
         if self._is_over():
             self._queue.close()
+        if self._stop.is_requested:
+            self._view.message(f"stopped: {self._stop.reason}")
         if not monitor.began_s and not self._queue.produced:
             raise RavnestError("no batch was trained: nothing is saved")
         if self._stop.is_requested and not monitor.began_s:

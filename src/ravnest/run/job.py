@@ -23,21 +23,26 @@ from torch import Tensor, nn
 from ravnest.config import TrainingConfig
 from ravnest.core.config import require
 from ravnest.errors import FixedBatchSize, TraceError, WeightsError
+from ravnest.events import Callback
 from ravnest.graph import Program, trace
 from ravnest.graph.batch import batch_size_of, flatten, split_batch
 from ravnest.graph.pretrained import Pretrained
 from ravnest.graph.verify import verify
 from ravnest.pipeline.optimizers import AdamW, Optimizer
 from ravnest.profiling.speed import Workload
+from ravnest.run.callback_thread import CallbackThread, StopRequest
 from ravnest.run.checkpoint.format import Checkpoint
 from ravnest.run.checkpoint.resume import check_same, open_checkpoint
 from ravnest.run.checkpoint.writer import fetch_checkpoint, is_url
 from ravnest.run.data import Batches, Weight, sample_weights
 from ravnest.run.driver import train
+from ravnest.run.event_feed import EventFeed
 from ravnest.run.metrics import ProgressView
 from ravnest.run.model_check import CannotVerify, check_model, progress_messages, verification_folder
 from ravnest.run.result import Run
+from ravnest.run.stream import EventStream
 from ravnest.run.traced_job import TracedJob
+from ravnest.trackers import make_trackers
 
 __all__ = ["Job", "Run"]
 
@@ -99,6 +104,7 @@ class Job:
             `transformers`. Default: none.
         source: The file that defines the job, if one does.
         arguments: The command-line arguments of that file. Default: none.
+        callbacks: Callbacks of every training of this job. Default: none.
     """
 
     model: nn.Module | Callable[[], nn.Module] | Pretrained
@@ -112,13 +118,18 @@ class Job:
     tokenizer: Any = None
     source: Path | None = None
     arguments: Sequence[str] = ()
+    callbacks: Sequence[Callback] = ()
 
-    def train(self, config: TrainingConfig | None = None, *, show: ProgressView | None = None, **changes: Any) -> Run:
+    def train(
+        self, config: TrainingConfig | None = None, *, show: ProgressView | None = None,
+        callbacks: Iterable[Callback] = (), **changes: Any,
+    ) -> Run:  # fmt: skip
         """Train on this machine or on PCs that join, and wait for the end.
 
         Args:
             config: How to train. Default: the job's own configuration.
             show: A view that shows the progress. Default: none.
+            callbacks: Callbacks besides those of the job. Default: none.
             **changes: Fields of `TrainingConfig` that replace those of `config`.
 
         Returns:
@@ -128,24 +139,52 @@ class Job:
             ValueError: The job or the configuration is wrong; the message says what to change.
             RavnestError: Something outside the job went wrong, such as a worker that keeps failing.
         """
-        chosen = TrainingConfig(**{**vars(config or self.config), **changes})
+        return self._train(config, changes, show or ProgressView(), callbacks, StopRequest())
+
+    def stream(
+        self, config: TrainingConfig | None = None, *, show: ProgressView | None = None,
+        callbacks: Iterable[Callback] = (), **changes: Any,
+    ) -> EventStream:  # fmt: skip
+        """Return the events of a training as an iterable. Training starts with the loop over it.
+
+        Args:
+            config: How to train. Default: the job's own configuration.
+            show: A view that shows the progress. Default: none.
+            callbacks: Callbacks besides those of the job. Default: none.
+            **changes: Fields of `TrainingConfig` that replace those of `config`.
+
+        Returns:
+            The stream; its `run` is the finished run after the loop.
+        """
         view = show or ProgressView()
+        return EventStream(lambda forward, stop: self._train(config, changes, view, [forward, *callbacks], stop))
+
+    def _train(
+        self, config: TrainingConfig | None, changes: dict[str, Any], view: ProgressView,
+        callbacks: Iterable[Callback], stop: StopRequest,
+    ) -> Run:  # fmt: skip
         try:
-            if chosen.resume is not None and is_url(chosen.resume):
-                folder = new_folder(chosen.run_dir, self.name)
-                view.message(f"fetching the newest checkpoint from {chosen.resume}")
-                chosen = replace(
-                    chosen, resume=fetch_checkpoint(str(chosen.resume), folder).parent.parent, run_dir=None
-                )
-            check_model(self.model)
-            batches = Batches(self.data, chosen.epochs)
-            try:
-                job = self._traced(chosen, batches.examples, changes, view)
-                return train(job, batches, self._validation(job.program, job.config), view)
-            finally:
-                batches.close()
+            chosen = TrainingConfig(**{**vars(config or self.config), **changes})
+            every = [*callbacks, *self.callbacks, *make_trackers(chosen.track)]
+            with CallbackThread(every, stop) as thread:
+                return self._train_with(chosen, changes, view, EventFeed(self.name, thread.put), stop)
         finally:
             view.close()
+
+    def _train_with(
+        self, chosen: TrainingConfig, changes: dict[str, Any], view: ProgressView, feed: EventFeed, stop: StopRequest
+    ) -> Run:
+        if chosen.resume is not None and is_url(chosen.resume):
+            folder = new_folder(chosen.run_dir, self.name)
+            view.message(f"fetching the newest checkpoint from {chosen.resume}")
+            chosen = replace(chosen, resume=fetch_checkpoint(str(chosen.resume), folder).parent.parent, run_dir=None)
+        check_model(self.model)
+        batches = Batches(self.data, chosen.epochs)
+        try:
+            job = self._traced(chosen, batches.examples, changes, view)
+            return train(job, batches, self._validation(job.program, job.config), view, feed, stop)
+        finally:
+            batches.close()
 
     def _traced(
         self, config: TrainingConfig, examples: Sequence[Any], changes: dict[str, Any], view: ProgressView

@@ -35,9 +35,9 @@ from ravnest.run.metrics import ProgressView
 from ravnest.run.plan import Cores, LocalPlanOptions, LocalTimings, PipelinePlan, node_names, plan_local, time_local
 from ravnest.run.traced_job import TracedJob
 
-__all__ = ["LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
+__all__ = ["UNLIMITED_BYTES", "LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
 
-_UNLIMITED_BYTES = 1 << 46
+UNLIMITED_BYTES = 1 << 46  # the memory of a node without a limit
 _GFLOPS = 1.0  # nominal: nodes of one machine are compared by `speeds` alone
 _LINE_BYTES_PER_S = 1e10
 _FORMING_S = 300.0
@@ -120,7 +120,7 @@ def local_nodes(job: TracedJob) -> Iterator[LocalNodes]:
     config = job.config
     sockets = Path(tempfile.mkdtemp(prefix="ravnest-"))
     directory = job.folder / ".nodes"
-    memory = config.memory_bytes or (_UNLIMITED_BYTES,) * config.num_nodes
+    memory = config.memory_bytes or (UNLIMITED_BYTES,) * config.num_nodes
     cores = config.core_of or (-1,) * config.num_nodes
     nodes = [
         _LocalNode(

@@ -79,12 +79,13 @@ class MetricsFile:
     """The file `metrics.jsonl`.
 
     A run that is resumed after step `after` keeps the lines up to that step; later steps are trained again. `seconds`
-    is the time of training that the kept lines cover.
+    is the time of training that the kept lines cover, `samples` are their samples.
     """
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
         kept = [line for line in _lines(path) if _step(line) <= after] if after else []
         self.seconds = max((float(line.get("seconds", 0.0)) for line in kept), default=0.0)
+        self.samples = sum(int(line.get("samples", 0)) for line in kept)
         draft = path.with_name(f".{path.name}")
         draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
         draft.replace(path)

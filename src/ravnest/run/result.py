@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ravnest.core.metrics import StageMetrics
 from ravnest.dashboard.contributions import NodeContribution
+from ravnest.run.html import folder_html
 from ravnest.run.plan import PipelinePlan
 
 __all__ = ["Run", "read_model"]
@@ -19,7 +20,7 @@ __all__ = ["Run", "read_model"]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished training.
+    """A finished training. Displayed in a notebook, it shows curves, plan and latest events.
 
     Attributes:
         folder: The run's directory, with `model.safetensors`, `metrics.jsonl`, `plan.json` and logs.
@@ -44,6 +45,10 @@ class Run:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights under the model's own names, tied ones included."""
         return read_model(self.folder / "model.safetensors")
+
+    def _repr_html_(self) -> str:
+        """Return curves, plan and latest events, for notebooks."""
+        return folder_html(self.folder, "finished")
 
 
 def read_model(path: Path | str) -> dict[str, Tensor]:
