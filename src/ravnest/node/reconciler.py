@@ -148,6 +148,7 @@ class Reconciler:
         self._desired: Assignment | None = None
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}  # by generation
         self._early: list[Command] = []
+        self._unreleased: set[int] = set()  # generations that the worker was assigned and has not released
         self.holding = 0
         self.max_weights_bytes = 0
 
@@ -192,13 +193,16 @@ class Reconciler:
         """Report that the worker is free; the coordinator waits for this before it assigns another stage."""
         if generation == self.holding:
             self.holding = 0
+        self._unreleased.discard(generation)
         self._home.remove_stage_files(generation)
         self._report(AssignmentReleased(generation, replica))
 
     def worker_lost(self, reason: str) -> None:
-        if (generation := self.holding) != 0:
+        """Report the failure and the release of all that the worker had, also if it was already told to release it."""
+        for generation in sorted(self._unreleased):
             self._fail(generation, reason)
             self._report(AssignmentReleased(generation))
+        self._unreleased.clear()
 
     async def close(self) -> None:
         for generation in list(self._tasks):
@@ -221,6 +225,7 @@ class Reconciler:
                 return
         await self._is_worker_ready.wait()
         self._send_worker(message)
+        self._unreleased.add(generation)
         self.holding = generation
         for command in self._early:
             self.command(generation, command)

@@ -211,6 +211,28 @@ def test_commands_wait_for_their_assignment_and_others_are_dropped(members: Memb
     run(members, tmp_path, scenario)
 
 
+def test_a_worker_that_dies_before_it_releases_is_reported(members: Members, tmp_path: Path) -> None:
+    """The coordinator sees the closed link of a killed worker first, and takes the stage away: it waits for the
+    release, and wants to know the cause."""
+
+    async def scenario(node: Node) -> None:
+        await node.assign(1)
+        node.reconciler.set_target(None)
+        assert (await node.receive(ReleaseStage)).generation == 1
+        node.reconciler.worker_lost("it was killed")
+        assert (await node.failure()).reason == "it was killed"
+        assert (await node.reports.get()) == AssignmentReleased(1)
+        await node.assign(2)
+        node.reconciler.set_target(None)
+        await node.receive(ReleaseStage)
+        node.reconciler.stage_released(2)
+        assert (await node.reports.get()) == AssignmentReleased(2)
+        node.reconciler.worker_lost("it was killed without a stage")
+        assert node.reports.empty()
+
+    run(members, tmp_path, scenario)
+
+
 def test_a_lost_worker_fails_the_assignment(members: Members, tmp_path: Path) -> None:
     async def scenario(node: Node) -> None:
         await node.assign(1)
