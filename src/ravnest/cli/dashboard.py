@@ -141,6 +141,9 @@ class _RemoteRun:
     async def access(self) -> bytes:
         return await self._get("/dashboard/v1/access")
 
+    async def metrics(self) -> bytes:
+        return await self._get("/dashboard/metrics")
+
     async def _get(self, path: str) -> bytes:
         async with self._target.connect() as client:
             return await client.ask("GET", path, headers=dict(self._target.headers))

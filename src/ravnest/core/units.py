@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 __all__ = [
+    "UNLIMITED_BYTES",
     "format_bytes",
     "format_rate",
     "format_seconds",
@@ -16,6 +17,8 @@ __all__ = [
     "parse_rate",
     "parse_seconds",
 ]
+
+UNLIMITED_BYTES = 1 << 46  # the memory of a local node without a limit
 
 _BYTES = {
     "": 1,

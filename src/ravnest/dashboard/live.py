@@ -21,12 +21,14 @@ from ravnest.coordinator.service import CoordinatorServer
 from ravnest.dashboard.contributions import NodeContribution
 from ravnest.dashboard.document import LiveDocument, contribution_values, document_values
 from ravnest.dashboard.history import RunHistory, load_saved
-from ravnest.dashboard.site import HEADERS, Access, LocalListener, Role, bearer, make_site
+from ravnest.dashboard.prometheus import metrics_text
+from ravnest.dashboard.site import HEADERS, Access, LocalListener, Role, bearer, make_site, write_secret
 from ravnest.dashboard.stream import Stream
 
 __all__ = ["ACCESS_FILE", "Dashboard"]
 
 ACCESS_FILE = "dashboard-access.json"
+METRICS_TOKEN_FILE = "metrics-token"
 
 _GIVEN_S = 3.0  # between two updates of the contributions
 _SAVE_S = 20.0
@@ -108,6 +110,7 @@ class Dashboard:
         try:
             await listener.open(self._port)
             listener.access.save(path)
+            write_secret(path.with_name(METRICS_TOKEN_FILE), listener.access.viewer.encode())
         except OSError as error:
             self.problem = f"no dashboard: cannot listen at 127.0.0.1:{self._port or 0}: {error.strerror or error}"
             return
@@ -160,6 +163,10 @@ class Dashboard:
             "addresses": {node.name: node.address for node in status.nodes if node.address and has_addresses},
             "rejections": status.rejections, "num_rejected": status.num_rejected,
         })  # fmt: skip
+
+    async def metrics(self) -> bytes:
+        assert self._service is not None
+        return metrics_text(self._service.status(), self.history)
 
     async def close(self) -> None:
         self.viewers.close()

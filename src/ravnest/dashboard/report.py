@@ -21,6 +21,7 @@ from ravnest.dashboard.document import LiveDocument
 from ravnest.dashboard.history import PlanRow, RunHistory, Saved, load_saved, read_lines
 from ravnest.dashboard.site import HEADERS, static_files
 from ravnest.dashboard.stream import Stream
+from ravnest.errors import RequestRejected
 
 __all__ = ["FinishedRun", "write_report"]
 
@@ -55,6 +56,9 @@ class FinishedRun:
 
     async def access(self) -> bytes:
         return msgspec.json.encode({"viewer_link": "", "addresses": {}, "rejections": [], "num_rejected": 0})
+
+    async def metrics(self) -> bytes:
+        raise RequestRejected("this run is over: it has no live metrics", 404)
 
     async def close(self) -> None:
         self._stream.close()

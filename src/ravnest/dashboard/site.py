@@ -4,6 +4,7 @@
     /assets/NAME       scripts and styles of the package, nothing else
     /v1/stream         the document and its changes, as server-sent events
     /v1/nodes/NAME     the history of one node
+    /metrics           the state of the run for Prometheus
     /v1/access         for the requester: the viewers' link, addresses of nodes, rejected connections
 
 A token in the fragment of a link (`#token=...`) never reaches a server's log; the page sends it in a header. There are
@@ -28,9 +29,20 @@ from typing import Any, Literal, Protocol
 import msgspec
 from aiohttp import web
 
+from ravnest.dashboard.prometheus import CONTENT_TYPE
 from ravnest.errors import LinkError, RequestRejected
 
-__all__ = ["HEADERS", "Access", "DashboardData", "LocalListener", "Role", "bearer", "make_site", "static_files"]
+__all__ = [
+    "HEADERS",
+    "Access",
+    "DashboardData",
+    "LocalListener",
+    "Role",
+    "bearer",
+    "make_site",
+    "static_files",
+    "write_secret",
+]
 
 Role = Literal["requester", "viewer"]
 
@@ -71,10 +83,7 @@ class Access(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return cls(port=0, requester=secrets.token_urlsafe(24), viewer=secrets.token_urlsafe(24))
 
     def save(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(self))
+        write_secret(path, msgspec.json.encode(self))
 
     def link(self, role: Role = "requester") -> str:
         return f"http://127.0.0.1:{self.port}/#token={self.requester if role == 'requester' else self.viewer}"
@@ -86,6 +95,14 @@ class Access(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return "viewer" if hmac.compare_digest(given, self.viewer.encode()) else None
 
 
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a file that only this user can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
 class DashboardData(Protocol):
     """The data behind the pages."""
 
@@ -94,6 +111,8 @@ class DashboardData(Protocol):
     async def node(self, name: str) -> bytes: ...
 
     async def access(self) -> bytes: ...
+
+    async def metrics(self) -> bytes: ...
 
     async def close(self) -> None: ...
 
@@ -118,6 +137,7 @@ def make_site(data: DashboardData, admit: Admit, *, hosts: Callable[[], set[str]
     app.router.add_get("/v1/stream", site.stream)
     app.router.add_get("/v1/nodes/{name:.{1,200}}", site.node)
     app.router.add_get("/v1/access", site.access)
+    app.router.add_get("/metrics", site.metrics)
     app.on_shutdown.append(lambda _: data.close())
     return app
 
@@ -180,6 +200,11 @@ class _Site:
 
     async def access(self, request: web.Request) -> web.StreamResponse:
         return self._refusal(request, for_requester=True) or _json(await self._data.access())
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        refusal = self._refusal(request)
+        headers = {**HEADERS, "Content-Type": CONTENT_TYPE}
+        return refusal or web.Response(body=await self._data.metrics(), headers=headers)
 
     def _refusal(self, request: web.Request, *, for_requester: bool = False) -> web.Response | None:
         role = self._admit(request)

@@ -16,6 +16,7 @@ import msgspec
 from ravnest.config import TrainingConfig
 from ravnest.coordinator import events as on
 from ravnest.core.metrics import StageMetrics
+from ravnest.core.units import UNLIMITED_BYTES
 from ravnest.events import (
     CheckpointEvent,
     EndEvent,
@@ -28,7 +29,6 @@ from ravnest.events import (
     StepEvent,
     TrainingEvent,
 )
-from ravnest.run.local import UNLIMITED_BYTES
 from ravnest.run.plan import PipelinePlan
 from ravnest.run.traced_job import TracedJob
 
@@ -59,7 +59,7 @@ class EventFeed:
         self._emit(
             StartEvent(
                 folder=job.folder, name=self._name, is_resumed=job.config.resume is not None,
-                config=plain_config(job.config), optimizer=msgspec.to_builtins(job.optimizer),
+                config=plain_config(job.config), optimizer=_plain(job.optimizer),
                 batch_size=job.batch_size, **self._position,
             )
         )  # fmt: skip
@@ -173,4 +173,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path | str) and "://" in str(value):
         parts = urlsplit(str(value))
         return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+    if isinstance(value, msgspec.Struct):  # with the fields that have their default
+        return {name: _plain(item) for name, item in msgspec.structs.asdict(value).items()}
     return msgspec.to_builtins(value, enc_hook=str)

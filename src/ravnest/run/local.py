@@ -21,6 +21,7 @@ from ravnest.coordinator.policy.membership import MembershipPolicy
 from ravnest.coordinator.policy.replication import ReplicationPolicy
 from ravnest.coordinator.requester import PlannedClusters
 from ravnest.coordinator.service import CoordinatorConfig
+from ravnest.core.units import UNLIMITED_BYTES
 from ravnest.node.agent import Agent, AgentConfig
 from ravnest.node.console import AgentConsole
 from ravnest.node.membership import LocalMembership
@@ -35,9 +36,8 @@ from ravnest.run.metrics import ProgressView
 from ravnest.run.plan import Cores, LocalPlanOptions, LocalTimings, PipelinePlan, node_names, plan_local, time_local
 from ravnest.run.traced_job import TracedJob
 
-__all__ = ["UNLIMITED_BYTES", "LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
+__all__ = ["LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
 
-UNLIMITED_BYTES = 1 << 46  # the memory of a node without a limit
 _GFLOPS = 1.0  # nominal: nodes of one machine are compared by `speeds` alone
 _LINE_BYTES_PER_S = 1e10
 _FORMING_S = 300.0

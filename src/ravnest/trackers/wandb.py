@@ -31,9 +31,8 @@ class WandbTracker(Tracker):
     def open(self, event: StartEvent, parameters: Mapping[str, Any]) -> None:
         """Begin or continue the run; metrics have the run's own step, so that a step may be logged again."""
         identity = load_identity(event.folder, "wandb") if event.is_resumed else {}
-        number = identity.get("id") or self._library.util.generate_id()
         given = {
-            "project": self._project, "name": event.folder.name, "dir": str(event.folder), "id": number,
+            "project": self._project, "name": event.folder.name, "dir": str(event.folder), "id": identity.get("id"),
             "resume": "allow" if identity else None, "config": dict(parameters), **self._options,
         }  # fmt: skip
         self._run = self._library.init(**given)
