@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ravnest
+from ravnest import events
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.examples.text import batches, library_text
 from ravnest.run.metrics import Progress, ProgressView
@@ -115,11 +116,13 @@ def test_clusters_average_and_come_and_go(friends: Friends, tmp_path: Path) -> N
         lambda: GPT(CONFIG), next_token_loss, slowly(batches(text, 16, 32, seed=0)), optimizer=ravnest.AdamW(3e-3),
         validation=[next(batches(text, 64, 32, seed=1))],
     )  # fmt: skip
+    recorder = Recorder()
     run = job.train(
         on="127.0.0.1:0", settle_time_s=1.0, average_every=64, averaging_compression="int8", show=friends,
-        run_dir=tmp_path / "run", coordinator_dir=tmp_path / "keys",
+        run_dir=tmp_path / "run", coordinator_dir=tmp_path / "keys", callbacks=[recorder],
     )  # fmt: skip
 
+    _check_events(recorder, run)
     told = "\n".join(friends.said)
     assert friends.heard("cluster c1 failed"), told
     assert friends.heard("the average of its clusters"), told
@@ -134,6 +137,33 @@ def test_clusters_average_and_come_and_go(friends: Friends, tmp_path: Path) -> N
     assert last[0] == last[1]
     assert _held_out_loss(run.state_dict()) == pytest.approx(last[0], abs=1e-3)
     assert (tmp_path / "keys" / "journal").stat().st_mode & 0o077 == 0
+
+
+class Recorder(ravnest.Callback):
+    def __init__(self) -> None:
+        self.events: list[events.TrainingEvent] = []
+
+    def on_event(self, event: events.TrainingEvent) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def _check_events(recorder: Recorder, run: ravnest.Run) -> None:
+    """The same events as of a run on one machine (`test_observe.py`)."""
+    assert {event.node for event in recorder.of(events.NodeJoinedEvent)} == {"anna", "bela", "carl", "dora", "emil"}
+    assert all(0 < event.memory_bytes <= 600 * 10**6 for event in recorder.of(events.NodeJoinedEvent))
+    lost = {event.node: event for event in recorder.of(events.NodeLostEvent)}
+    assert lost["anna"].is_connected, "only its worker was killed"
+    assert {len(event.clusters) for event in recorder.of(events.RoundEvent) if not event.reason} == {2}
+    assert [event.loss for event in recorder.of(events.StepEvent)] == run.losses
+    assert {event.cluster for event in recorder.of(events.PlanEvent)} >= {"c1", "c2"}
+    assert [event.loss for event in recorder.of(events.EvaluationEvent)] == [e["loss"] for e in run.evaluations]
+    first, last = recorder.events[0], recorder.events[-1]
+    assert isinstance(first, events.StartEvent)
+    assert isinstance(last, events.EndEvent)
+    assert (last.outcome, last.reason, last.model) == ("stopped", "Ctrl-C", run.folder / "model.safetensors")
 
 
 def _held_out_loss(weights: dict[str, torch.Tensor]) -> float:

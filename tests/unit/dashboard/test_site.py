@@ -231,6 +231,8 @@ def test_the_port_of_a_fleet_serves_holders_of_a_ticket(tmp_path: Path) -> None:
                 ("/v1/stream", {"Authorization": f"Bearer {token}"}, 200),
                 ("/v1/access", {"Authorization": f"Bearer {token}"}, 403),
                 ("/v1/access", server.headers, 200),
+                ("/metrics", {}, 401),
+                ("/metrics", {"Authorization": f"Bearer {token}"}, 200),
             ):
                 async with server.client.get(origin + path, headers=headers, **options) as answer:
                     assert answer.status == status, path
