@@ -20,8 +20,8 @@ from math import inf
 from ravnest.core.config import config, require
 from ravnest.planner.chain import Chain
 from ravnest.planner.memory import MemoryModel
-from ravnest.planner.partition.solver import Partition, partition
-from ravnest.planner.problem import LinkSpec, Node, PlanError, Problem
+from ravnest.planner.partition.solver import Partition, partition, try_partition
+from ravnest.planner.problem import LinkSpec, Node, Problem
 
 __all__ = ["ClusterPlan", "Fleet", "FleetPlan", "IdleMachine", "Machine", "Task", "plan_row", "try_row"]
 
@@ -189,15 +189,20 @@ _MAX_CUT_POINTS = 96  # cuts to compare, as in `form_clusters`: more gain next t
 
 def plan_row(task: Task, members: Sequence[str], cuts: Sequence[int] | None = None) -> ClusterPlan:
     """The plan of these machines, first stage first. Raises `PlanError` if the model does not fit with such cuts."""
-    if cuts is not None:
-        task = replace(task, chain=replace(task.chain, cuts=tuple(cuts)))
-    found = partition(task.problem([task.fleet[name] for name in members], max_cut_points=_MAX_CUT_POINTS))
-    return ClusterPlan(tuple(members), found, task.microbatch / max(found.interval_s, _NO_TIME_S), found.reason)
+    return _row_plan(task, members, partition(_row_problem(task, members, cuts)))
 
 
 def try_row(task: Task, members: Sequence[str], cuts: Sequence[int] | None = None) -> ClusterPlan | None:
     """As `plan_row`; None instead of an error."""
-    try:
-        return plan_row(task, members, cuts)
-    except PlanError:
-        return None
+    found = try_partition(_row_problem(task, members, cuts))
+    return None if found is None else _row_plan(task, members, found)
+
+
+def _row_problem(task: Task, members: Sequence[str], cuts: Sequence[int] | None) -> Problem:
+    if cuts is not None:
+        task = replace(task, chain=replace(task.chain, cuts=tuple(cuts)))
+    return task.problem([task.fleet[name] for name in members], max_cut_points=_MAX_CUT_POINTS)
+
+
+def _row_plan(task: Task, members: Sequence[str], found: Partition) -> ClusterPlan:
+    return ClusterPlan(tuple(members), found, task.microbatch / max(found.interval_s, _NO_TIME_S), found.reason)

@@ -42,8 +42,8 @@ from ravnest.planner.clusters.estimate import (
 from ravnest.planner.clusters.local_search import Grouping, best_grouping, best_regrouping, improve
 from ravnest.planner.fleet import ClusterPlan, FleetPlan, IdleMachine, Task
 from ravnest.planner.partition.fit import fleet_does_not_fit
-from ravnest.planner.partition.solver import Partition, partition
-from ravnest.planner.problem import DoesNotFit, PlanError, Problem
+from ravnest.planner.partition.solver import Partition, partition, try_partition
+from ravnest.planner.problem import DoesNotFit, Problem
 from ravnest.planner.reasons import explain_clusters, explain_idle_machine, explain_row, format_rate
 
 __all__ = ["search_groupings", "form_clusters"]
@@ -362,7 +362,7 @@ class _ClusterFormer:
         self.max_cut_points = max(_FINAL_CUT_POINTS, estimator.cut_points.end)  # includes the cuts of the search
         most = _BUDGET_PER_KIND * len(set(estimator.kinds)) + _BUDGET_PER_MACHINE * count
         self.budget = int(effort * min(_MOST_BUDGET, most))
-        self._partitions: dict[Row, Partition] = {}
+        self._partitions: dict[Row, Partition | None] = {}
         self.grouping = search_groupings(estimator, rng, min_stages=min_stages, budget=self.budget)
 
     def plan(self) -> FleetPlan:
@@ -414,10 +414,8 @@ class _ClusterFormer:
 
     def _per_s(self, row: Row) -> float:
         """The exact rate; 0 if there are more machines than stages or the model does not fit."""
-        try:
-            return 1 / max(self._cut(row).interval_s, 1e-12)
-        except PlanError:
-            return 0.0
+        found = self._try_cut(row)
+        return 0.0 if found is None else 1 / max(found.interval_s, 1e-12)
 
     def _hold_back(self) -> dict[int, float]:
         """Spares, chosen again with more memory if stages have outgrown them since."""
@@ -443,12 +441,18 @@ class _ClusterFormer:
         return ClusterPlan(tuple(m.name for m in machines), found, rate, explain_row(machines, found))
 
     def _cut(self, row: Row) -> Partition:
+        """The partition of a row of the grouping; raises `PlanError` if it does not fit after all."""
+        return self._try_cut(row) or partition(self._problem(row))
+
+    def _try_cut(self, row: Row) -> Partition | None:
         key = tuple(map(self.estimator.kinds.__getitem__, row))
         if key not in self._partitions:
-            machines = [self.estimator.machines[m] for m in row]
-            problem = self.task.problem(machines, tolerance=_TOLERANCE, max_cut_points=self.max_cut_points)
-            self._partitions[key] = partition(problem)
+            self._partitions[key] = try_partition(self._problem(row))
         return self._partitions[key]
+
+    def _problem(self, row: Row) -> Problem:
+        machines = [self.estimator.machines[m] for m in row]
+        return self.task.problem(machines, tolerance=_TOLERANCE, max_cut_points=self.max_cut_points)
 
 
 def _no_cluster(task: Task) -> DoesNotFit:

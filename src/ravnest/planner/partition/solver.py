@@ -48,7 +48,7 @@ from ravnest.planner.partition.fit import FitChecker, does_not_fit, memory_table
 from ravnest.planner.problem import Problem, TooManyNodes
 from ravnest.planner.reasons import count, explain_partition
 
-__all__ = ["Partition", "partition"]
+__all__ = ["Partition", "partition", "try_partition"]
 
 
 class StageTimes:
@@ -280,10 +280,20 @@ def partition(problem: Problem) -> Partition:
             f"{count(len(problem.nodes), 'node')} given, but the program can be cut into {at_most} stages at most: "
             f"use {at_most} {'node' if at_most == 1 else 'nodes or fewer'}"
         )
+    found = try_partition(problem)
+    if found is None:
+        raise does_not_fit(problem)
+    return found
+
+
+def try_partition(problem: Problem) -> Partition | None:
+    """As `partition`; None instead of an error, whose explanation takes many times as long as the attempt."""
+    if len(problem.nodes) > len(problem.chain.cuts) + 1:
+        return None
     times = StageTimes(problem)
     cuts = best_cuts(times, problem.depths or (1,) * len(problem.nodes))
     if cuts is None:
-        raise does_not_fit(problem)
+        return None
     found = _Layout(times, cuts)
     if problem.depths is None:
         found = _with_memory(found)
