@@ -1,4 +1,4 @@
-# make demo   sets up, then trains a small GPT on this PC, visibly
+# make demo   sets up, then shows a whole run on this PC, in about two minutes
 # make test   sets up, then runs every check and test
 # make docs   builds the documents into build/site
 PYTHON ?= python3

@@ -164,14 +164,20 @@ class TrainingConfig:
         None, LOCAL, "Torch threads of each node. Without it: the cores of this machine divided by the nodes.", min=1
     )
     clusters: int = _option(
-        1, LOCAL, "With --local: number of clusters that average their parameters.", min=1, metavar="C"
-    )
+        1, LOCAL, "With --local: number of clusters that average their parameters; 0: the planner groups the nodes by "
+        "memory and speed, as in a fleet.", min=0, metavar="C",
+    )  # fmt: skip
     cores: str | None = _option(
         None, LOCAL, "Processor core of each node: with 0,1,1 the last two share one.", is_hidden=True
     )
     speeds: str | None = _option(
         None, LOCAL, "Speed of each node relative to a core of this machine, such as 1,0.5,0.5.", is_hidden=True
     )
+
+    processor_shares: str | None = _option(
+        None, LOCAL, "Share of a core that each node uses, such as 1,0.5,0.5: it pauses while it has used more.",
+        is_hidden=True,
+    )  # fmt: skip
 
     min_nodes: int = _option(2, LISTEN, "Nodes that must have joined before training starts.", min=1)
     settle_time_s: float = _option(
@@ -305,15 +311,23 @@ class TrainingConfig:
 
     @property
     def speed_of(self) -> tuple[float, ...] | None:
-        """The speed of each node relative to a core of this machine."""
-        if self.speeds is None:
-            return None
+        """The speed of each node relative to a core of this machine; by default its share of a core, if it has one."""
+        return self.share_of if self.speeds is None else self._numbers("speeds", 0.001, 1000)
+
+    @property
+    def share_of(self) -> tuple[float, ...] | None:
+        """The share of a core that each node uses."""
+        return None if self.processor_shares is None else self._numbers("processor_shares", 0.01, 1)
+
+    def _numbers(self, name: str, least: float, most: float) -> tuple[float, ...]:
+        """Return the numbers in a field, one per node."""
+        text: str = getattr(self, name)
         try:
-            chosen = tuple(float(text) for text in self.speeds.split(","))
+            chosen = tuple(float(part) for part in text.split(","))
         except ValueError:
-            raise ValueError(f"speeds must be numbers such as 1,0.5,0.5, got {self.speeds!r}") from None
-        require(len(chosen) == self.num_nodes, f"{self.num_nodes} nodes need as many speeds, got {len(chosen)}")
-        require(all(0.001 <= s <= 1000 for s in chosen), f"speeds must be from 0.001 to 1000, got {self.speeds!r}")
+            raise ValueError(f"{name} must be numbers such as 1,0.5,0.5, got {text!r}") from None
+        require(len(chosen) == self.num_nodes, f"{self.num_nodes} nodes need as many {name}, got {len(chosen)}")
+        require(all(least <= s <= most for s in chosen), f"{name} must be from {least:g} to {most:g}, got {text!r}")
         return chosen
 
     @property

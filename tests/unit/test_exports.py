@@ -54,7 +54,7 @@ def test_commands_and_flags() -> None:
     }
     assert flags == {
         "dashboard": ["--browser", "--debug", "--export", "run"],
-        "demo": ["--debug", "--nodes", "--run-dir", "--seed", "--steps"],
+        "demo": ["--browser", "--debug", "--run-dir", "--seed", "--steps"],
         "export": ["--debug", "--job", "--max-shard-size", "--merge", "--to", "run"],
         "generate": [
             "--debug", "--ids", "--job", "--prompt", "--seed", "--temperature", "--tokenizer", "--tokens", "run",
@@ -82,9 +82,9 @@ def test_commands_and_flags() -> None:
             "--local", "--log-json", "--max-batch-size", "--max-length", "--max-staleness", "--memory", "--memory-mode",
             "--microbatch", "--microbatches-per-step", "--min-nodes", "--min-stages", "--mode",
             "--no-allow-single-node", "--no-recompute", "--no-verify",
-            "--outer-optimizer", "--quiet", "--recompute", "--replicas", "--resume", "--run-dir", "--seed",
-            "--settle-time", "--spares", "--speeds", "--steps", "--threads", "--ticket-uses", "--ticket-valid",
-            "--track", "--validate-every", "--validation-batches", "--verify", "arguments", "job",
+            "--outer-optimizer", "--processor-shares", "--quiet", "--recompute", "--replicas", "--resume", "--run-dir",
+            "--seed", "--settle-time", "--spares", "--speeds", "--steps", "--threads", "--ticket-uses",
+            "--ticket-valid", "--track", "--validate-every", "--validation-batches", "--verify", "arguments", "job",
         ],
     }  # fmt: skip
 
@@ -117,7 +117,8 @@ def test_former_flags_are_hidden_aliases(run_cli: RunCli, trained: list[dict[str
     }]  # fmt: skip
     _, shown, _ = run_cli("train", "--help")
     assert "--no-verify" in shown
-    for flag in ("--whole", "--outer ", "--codec", "--wait", "--accumulate", "--folder", "--cores", "--speeds"):
+    hidden = ("--whole", "--outer ", "--codec", "--wait", "--accumulate", "--folder", "--cores", "--speeds")
+    for flag in (*hidden, "--processor-shares"):
         assert flag not in shown
 
 
@@ -139,7 +140,7 @@ def test_options_that_contradict_each_other(args: list[str], message: str, run_c
     ("field", "value", "message"),
     [
         ("steps", 0, "steps must be >= 1, got 0"),
-        ("clusters", 0, "clusters must be >= 1, got 0"),
+        ("clusters", -1, "clusters must be >= 0, got -1"),
         ("settle_time_s", 1e6, "settle_time_s must be <= 86400, got 1000000.0"),
         ("mode", "fast", "mode must be one of async, sync, got 'fast'"),
         ("on", "here", r"on must be local:N .*, got 'here'"),
@@ -167,6 +168,6 @@ def test_version_and_help() -> None:
 
 
 def test_a_wrong_flag_is_a_sentence() -> None:
-    done = ravnest_command("demo", "--nodes", "99")
+    done = ravnest_command("demo", "--steps", "one")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

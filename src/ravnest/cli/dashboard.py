@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import urllib.parse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ravnest.cli.target import CoordinatorTarget
     from ravnest.dashboard.site import DashboardData
 
-__all__ = ["dashboard"]
+__all__ = ["dashboard", "may_open_browser", "show_link"]
 
 _TICKET = "rav"
 
@@ -62,7 +63,7 @@ def dashboard(
 
         asyncio.run(_serve(_RemoteRun(find_target(run)), console, browser=browser))
     elif (link := _running_link(run)) is not None:
-        _show(link, console, browser=browser)
+        show_link(link, console, browser=browser)
     else:
         require(run is not None, "no run of this user listens here: give the directory of a run")
         asyncio.run(_serve(FinishedRun(Path(str(run))), console, browser=browser))
@@ -84,13 +85,20 @@ def _running_link(run: str | None) -> str | None:
     return Access.open(target.folder / ACCESS_FILE).link()
 
 
-def _show(link: str, console: Console, *, browser: bool) -> None:
+def show_link(link: str, console: Console, *, browser: bool) -> None:
     """Print the link, and open it where there is a display."""
-    console.print(f"dashboard: {link}", markup=False)
-    if browser and (sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+    console.print(f"dashboard: {link}", markup=False, soft_wrap=True)
+    if browser and may_open_browser(os.environ, sys.platform):
         import webbrowser
 
         webbrowser.open(link)
+
+
+def may_open_browser(environment: Mapping[str, str], platform: str) -> bool:
+    """Return whether to open a browser: where there is a display, and not in continuous integration."""
+    if environment.get("CI"):
+        return False
+    return platform != "linux" or bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
 
 
 async def _serve(data: DashboardData, console: Console, *, browser: bool) -> None:
@@ -102,7 +110,7 @@ async def _serve(data: DashboardData, console: Console, *, browser: bool) -> Non
         await listener.open()
     except OSError as error:
         raise ValueError(f"cannot listen on this machine: {error.strerror or error}") from error
-    _show(listener.access.link(), console, browser=browser)
+    show_link(listener.access.link(), console, browser=browser)
     console.print("serving until Ctrl-C")
     try:
         await asyncio.Event().wait()

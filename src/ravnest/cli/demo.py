@@ -1,42 +1,88 @@
-"""`ravnest demo`: train a small GPT on this machine."""
+"""`ravnest demo`: six uneven nodes of this machine train a small GPT; one crashes, another joins."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from ravnest.cli.dashboard import show_link
 from ravnest.cli.options import Debug, config_options
-from ravnest.cli.train import run_job
 
 __all__ = ["demo"]
+
+_JOB = Path(__file__).parents[1] / "examples" / "char_gpt.py"
+# No node can hold the model alone (361 MB), no two of the small ones can together, any three can: two clusters.
+_MEMORY_MB = (358, 343, 341, 356, 342, 341)
+_SHARES = (0.4, 0.25, 0.2, 0.3, 0.2, 0.15)  # of a core, on a machine with two
+_NEW_MEMORY_MB, _NEW_SHARE = 358, 0.35
+_MAX_SCALE = 2.5  # with which the largest share is a whole core
+_BATCHES_PER_UPDATE = 2  # of the reference: two clusters make an update each on two batches
+_WHOLE_S, _REFERENCE_S = 165.0, 20.0  # for all, and at least for the reference after the end of the run
 
 
 @config_options("seed", "run_dir")
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
-    nodes: Annotated[int, typer.Option(min=1, max=16, help="Number of processes that share the model.")] = 3,
+    steps: Annotated[int, typer.Option(min=12, help="Optimizer steps, fewer on a slow machine.")] = 300,
+    browser: Annotated[
+        bool,
+        typer.Option("--browser/--no-browser", help="Open the dashboard, where there is a display."),
+    ] = True,
     debug: Debug = False,
     **changes: Any,
 ) -> None:
-    """Train a small GPT on Python's own source, split over uneven processes of this machine. About a minute.
+    """Train a small GPT on Python's own source, on six uneven nodes of this machine. About two minutes.
 
-    The first node has a processor core of its own and the others share the next one, so that the plan is uneven.
+    The nodes lend different memory and shares of the processor. The planner forms clusters that cut the model
+    differently; these train asynchronously and average over parallel rings. Then a node crashes, its cluster is
+    repaired, and another node joins. One process trains on the same samples, synchronously, to compare with.
 
-    Example: `ravnest demo --steps 1000 --nodes 4`
+    Example: `ravnest demo --no-browser`
     """
+    from ravnest.cli.demo_acts import ACTS, DemoActs, DemoConfig
+    from ravnest.cli.render_demo import Comparison, DemoView, loss_picture, smoothed, staleness_of, summary
+    from ravnest.config import num_cores
+    from ravnest.dashboard.history import read_lines
     from ravnest.run.job_file import load_job
+    from ravnest.run.local import LocalNode
+    from ravnest.run.reference import Reference
 
-    path = Path(__file__).parents[1] / "examples" / "char_gpt.py"
-    settings = {"on": f"local:{nodes}", "steps": steps, "validate_every": max(1, steps // 4)}
-    run_job(load_job(path), {**settings, **_uneven_cores(nodes), **changes})
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
+    scale = min(max(num_cores() / 2, 1.0), _MAX_SCALE)
+    settings = DemoConfig(steps=steps)
+    acts = DemoActs(settings)
+    new_node = LocalNode(settings.new_node, _NEW_MEMORY_MB * 10**6, min(_NEW_SHARE * scale, 1.0))
+    file = load_job(_JOB)
+    reference = Reference(_JOB, seed=changes.get("seed", 0), batches_per_update=_BATCHES_PER_UPDATE)
+    view = DemoView(console, acts, new_node, reference, lambda link: show_link(link, console, browser=browser))
+    try:
+        view.line("six nodes lend 341 to 358 MB and a part of a core each; the model needs 361 MB: none can hold it")
+        run = file.job.train(
+            show=view, on=f"local:{len(_SHARES)}", clusters=0, steps=None, threads=1, microbatches_per_step=4,
+            memory=",".join(f"{size}MB" for size in _MEMORY_MB),
+            processor_shares=",".join(f"{min(share * scale, 1.0):g}" for share in _SHARES), **changes,
+        )  # fmt: skip
+        held_out = Comparison(run.evaluations[-1]["loss"], reference.finish(max(_WHOLE_S - view.seconds, _REFERENCE_S)))
+    finally:
+        reference.close()
+    console.print(summary(acts, staleness_of(list(read_lines(run.folder / "metrics.jsonl"))), held_out))
+    console.print(loss_picture(smoothed(run.losses), _smoothed_points(reference.losses)), markup=False)
+    if file.after is not None:
+        console.print(f"\na text that the model wrote:\n{file.after(run)}\n", markup=False)
+    console.print(f"the run is in {run.folder}; `ravnest dashboard {run.folder}` shows it again", soft_wrap=True)
+    missing = [act for act in ACTS if act not in acts.happened]
+    if missing or not acts.batches.is_balanced:
+        console.print(f"not all acts happened: {', '.join(missing) or 'the batches do not balance'}")
+        raise typer.Exit(1)
 
 
-def _uneven_cores(nodes: int) -> dict[str, str]:
-    """Return one core for the first node and one for all others, if this machine has two and allows pinning."""
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(usable) < 2 or nodes < 2:
-        return {}
-    return {"cores": ",".join(str(core) for core in [usable[0], *[usable[1]] * (nodes - 1)])}
+def _smoothed_points(losses: list[tuple[int, float]], window: int = 4) -> list[tuple[float, float]]:
+    values = [loss for _, loss in losses]
+    return [
+        (float(batches), sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1))
+        for i, (batches, _) in enumerate(losses)
+    ]

@@ -15,7 +15,7 @@ from ravnest.core.config import require
 if TYPE_CHECKING:
     from ravnest.run.job_file import JobFile
 
-__all__ = ["run_job", "train"]
+__all__ = ["train"]
 
 
 @config_options()

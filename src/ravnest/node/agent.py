@@ -74,12 +74,14 @@ class AgentConfig:
     max_upload_bytes_per_s: float | None = None
     profile: NodeProfile | None = None  # None: this PC is measured first
     core: int = -1
+    processor_share: float = 1.0  # of a core: the worker pauses while it has used more
     spawn: SpawnWorker = spawn_worker
     max_wait_s: float | None = None  # for a coordinator that does not answer; None: without end
     stays: bool = False  # after the end of a run, for the next one
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 2**16, f"port must be 1 to 65535, or 0 for any, got {self.port}")
+        require(0 < self.processor_share <= 1, f"processor_share must be > 0 and <= 1, got {self.processor_share}")
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class Agent:
                 is_port_fixed=config.port != 0,
                 max_upload_bytes_per_s=config.max_upload_bytes_per_s,
                 core=config.core,
+                processor_share=config.processor_share,
             )
         )
         await asyncio.gather(self._supervisor.is_ready.wait(), self._measure_line())

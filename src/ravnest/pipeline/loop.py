@@ -7,6 +7,7 @@ each decision, and waits only when the schedule has no action.
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class LoopContext:
     # raises if a microbatch of this batch size and these varying sizes would take too much memory
     admit: Callable[[int, tuple[int, ...]], None] = lambda batch, sizes: None
     clock: Clock = field(default_factory=SystemClock)
+    processor_share: float = 1.0  # of a core: the loop pauses after each action if it is less than 1
 
 
 class Loop:
@@ -105,6 +107,7 @@ class Loop:
         self.trainer, self.schedule, self.accumulator, self.role = trainer, schedule, accumulator, role
         self.inbox, self.observer, self.clock = context.inbox, context.observer, context.clock
         self.before, self.after, self.codecs, self.admit = context.before, context.after, context.codecs, context.admit
+        self._pause_per_s = 1 / context.processor_share - 1  # of computing
         stage = trainer.stage
         self.index = stage.index
         self.is_first_stage, self.is_last_stage = stage.index == 0, stage.index == stage.count - 1
@@ -126,8 +129,10 @@ class Loop:
             if action.kind == "wait":
                 self._wait(action)
             else:
-                start_s = self.clock.now_s()
+                start_s, used_s = self.clock.now_s(), time.thread_time()
                 self._act(action)
+                if self._pause_per_s:
+                    time.sleep((time.thread_time() - used_s) * self._pause_per_s)
                 self._record(action, self.clock.now_s() - start_s)
 
     def end_after(self, updates: int) -> None:

@@ -64,6 +64,7 @@ class StartWorker(TaggedRecord, frozen=True, kw_only=True):
     is_port_fixed: bool = False  # by the owner; otherwise another port is tried when this one is taken
     max_upload_bytes_per_s: float | None = None
     core: int = -1  # to compute on, where the system supports it; -1 for any
+    processor_share: float = 1.0  # of a core, for computing
 
 
 class LimitWorker(TaggedRecord, frozen=True):

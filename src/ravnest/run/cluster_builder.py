@@ -171,6 +171,11 @@ class FleetClusterBuilder(ClusterBuilder):
         self._synchronous, self._min_stages, self._num_spares = synchronous, min_stages, num_spares
         self._rows: dict[str, ClusterPlan] = {}
 
+    @property
+    def gflops(self) -> float:
+        """The speed of this machine on the program, with one thread."""
+        return self._timed.gflops
+
     def plan(
         self, machines: Sequence[Machine], generation: int, failed_clusters: Sequence[str] = ()
     ) -> PlannedClusters:

@@ -199,6 +199,7 @@ class RunMonitor:
         return True
 
     def _handle_event(self, event: Event) -> None:
+        self._view.handle_event(event)
         if isinstance(event, LeaseGranted | LeaseSettled):
             return
         self._feed.handle_event(event)

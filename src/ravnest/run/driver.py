@@ -34,6 +34,7 @@ from ravnest.run.callback_thread import StopRequest
 from ravnest.run.checkpoint.start import gather
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.cluster_progress import ClusterProgress, RunMonitor
+from ravnest.run.control import RunControl
 from ravnest.run.coordinator_thread import CoordinatorThread
 from ravnest.run.dashboard_feed import DashboardFeed
 from ravnest.run.data import Batches, BatchQueue
@@ -123,8 +124,13 @@ def _prepared(job: TracedJob, view: ProgressView) -> Iterator[_Prepared]:
     if config.listens:
         yield _Prepared(fleet_builder(job, view), fleet_coordinator(job, averaging))
         return
-    builder = local_builder(job, view, num_cores())
-    with local_nodes(job) as nodes:
+    builder: ClusterBuilder
+    if config.clusters == 0:
+        builder = planner = fleet_builder(job, view)
+        nodes_of_job = local_nodes(job, planner.gflops)
+    else:
+        builder, nodes_of_job = local_builder(job, view, num_cores()), local_nodes(job)
+    with nodes_of_job as nodes:
         yield _Prepared(builder, local_coordinator(job, averaging, nodes.sockets), nodes)
 
 
@@ -186,6 +192,7 @@ class RunDriver:
                 monitor.begin(thread, log)
                 self._feed.start(job, step=self.progress.step, samples=log.samples, seconds=log.seconds)
                 self._dashboard.begin(thread, self._view)
+                self._view.started(RunControl(thread, self._prepared.nodes, partial(self._stop.request, "a request")))
                 if thread.ticket:
                     self._view.invited(thread.ticket)
                 self._skip(batches)

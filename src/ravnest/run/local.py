@@ -36,12 +36,14 @@ from ravnest.run.metrics import ProgressView
 from ravnest.run.plan import Cores, LocalPlanOptions, LocalTimings, PipelinePlan, node_names, plan_local, time_local
 from ravnest.run.traced_job import TracedJob
 
-__all__ = ["LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
+__all__ = ["LocalNode", "LocalNodes", "local_builder", "local_coordinator", "local_nodes"]
 
-_GFLOPS = 1.0  # nominal: nodes of one machine are compared by `speeds` alone
+_GFLOPS = 1.0  # nominal: fixed clusters are planned by `speeds` alone
 _LINE_BYTES_PER_S = 1e10
 _FORMING_S = 300.0
 _HEARTBEAT_S = 10.0  # its supervisor detects a dead worker; this only guards against a stuck loop
+_PLANNED_HEARTBEAT_S = 2.0  # of planned clusters, which do without a node that is lost
+_REPLAN_S = 5.0  # state moves within this machine: a better plan costs little
 
 
 class LocalClusterBuilder(ClusterBuilder):
@@ -108,72 +110,111 @@ def local_coordinator(job: TracedJob, averaging: AveragingPolicy, sockets: Path)
         averaging=averaging,
         replication=ReplicationPolicy(replicas=config.replicas),
         membership=MembershipPolicy(
-            min_nodes=config.num_nodes, settle_s=0.0, min_stages=1, quarantine_s=0.0, forming_timeout_s=_FORMING_S,
-            heartbeat_s=_HEARTBEAT_S,
+            min_nodes=config.num_nodes, settle_s=0.0, min_stages=1 if config.clusters else config.least_stages,
+            quarantine_s=0.0, forming_timeout_s=_FORMING_S, replan_interval_s=_REPLAN_S,
+            heartbeat_s=_HEARTBEAT_S if config.clusters else _PLANNED_HEARTBEAT_S, num_spares=config.spares,
         ),
     )  # fmt: skip
 
 
 @contextlib.contextmanager
-def local_nodes(job: TracedJob) -> Iterator[LocalNodes]:
-    """Prepare the nodes of a local run; their files are removed afterwards."""
+def local_nodes(job: TracedJob, gflops: float = _GFLOPS) -> Iterator[LocalNodes]:
+    """Prepare the nodes of a local run; their files are removed afterwards.
+
+    `gflops` is the speed of a core, as the planner of the clusters measured it.
+    """
     config = job.config
     sockets = Path(tempfile.mkdtemp(prefix="ravnest-"))
     directory = job.folder / ".nodes"
     memory = config.memory_bytes or (UNLIMITED_BYTES,) * config.num_nodes
     cores = config.core_of or (-1,) * config.num_nodes
+    shares = config.share_of or (1.0,) * config.num_nodes
     nodes = [
-        _LocalNode(
-            name=name,
-            profile=NodeProfile(
-                memory_bytes=memory[i], gflops=_GFLOPS, threads=config.num_threads,
-                up_bytes_per_s=_LINE_BYTES_PER_S, down_bytes_per_s=_LINE_BYTES_PER_S, latency_s=0.0,
-            ),
-            core=cores[i],
-        )
+        LocalNode(name=name, memory_bytes=memory[i], processor_share=shares[i], core=cores[i])
         for i, name in enumerate(node_names(config.num_nodes))
-    ]  # fmt: skip
+    ]
     try:
         with fork_server() as spawn:
-            yield LocalNodes(nodes, sockets, directory, job.folder, spawn)
+            resources = _Resources(sockets, directory, job.folder, spawn, gflops, config.num_threads)
+            yield LocalNodes(nodes, resources)
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
         shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True)
-class _LocalNode:
+class LocalNode:
+    """A node of this machine: its memory, the share of a core that it uses, and its core (-1: any)."""
+
     name: str
-    profile: NodeProfile
-    core: int
+    memory_bytes: int = UNLIMITED_BYTES
+    processor_share: float = 1.0
+    core: int = -1
+
+
+@dataclass(frozen=True)
+class _Resources:
+    """What the nodes of a run share: directories, the way to start a worker, and the speed and threads of each."""
+
+    sockets: Path
+    directory: Path
+    folder: Path
+    spawn: SpawnWorker
+    gflops: float
+    threads: int
+
+    def profile_of(self, node: LocalNode) -> NodeProfile:
+        return NodeProfile(
+            memory_bytes=node.memory_bytes, gflops=self.gflops * node.processor_share, threads=self.threads,
+            up_bytes_per_s=_LINE_BYTES_PER_S, down_bytes_per_s=_LINE_BYTES_PER_S, latency_s=0.0,
+        )  # fmt: skip
 
 
 class LocalNodes:
     """Agents of local nodes, as tasks of the coordinator's loop; each worker logs to `NAME.log` in the run's folder."""
 
-    def __init__(
-        self, nodes: Sequence[_LocalNode], sockets: Path, directory: Path, folder: Path, spawn: SpawnWorker
-    ) -> None:
-        self.sockets, self._spawn = sockets, spawn
-        self._nodes, self._directory, self._folder = nodes, directory, folder
-        self._agents: list[Agent] = []
+    def __init__(self, nodes: Sequence[LocalNode], resources: _Resources) -> None:
+        self._nodes, self._resources = nodes, resources
+        self._running: dict[str, tuple[Agent, asyncio.Task[object]]] = {}
+        self._group: asyncio.TaskGroup | None = None
         self.on_message: Callable[[str, bool], None] = lambda text, is_failure: None
+
+    @property
+    def sockets(self) -> Path:
+        """The directory of the sockets by which nodes and coordinator connect."""
+        return self._resources.sockets
 
     async def run(self) -> None:
         """Run all agents until cancelled; raises the first error that ends one."""
-        self._agents = [self._agent(node) for node in self._nodes]
-        async with asyncio.TaskGroup() as tasks:
-            for agent in self._agents:
-                tasks.create_task(agent.run())
+        async with asyncio.TaskGroup() as self._group:
+            for node in self._nodes:
+                self.add(node)
+            await asyncio.Event().wait()  # even without any node: another may be added
+
+    def add(self, node: LocalNode) -> None:
+        """Start a node. Called in the coordinator's loop, which knows the name."""
+        assert self._group is not None, "the nodes run"
+        agent = self._agent(node)
+        self._running[node.name] = agent, self._group.create_task(agent.run())
+
+    def crash(self, name: str) -> None:
+        """End a node without warning, as if its PC lost power. Called in the coordinator's loop."""
+        agent, task = self._running.pop(name)
+        agent.kill()
+        task.cancel()
 
     def kill(self) -> None:
         """Kill all workers."""
-        for agent in self._agents:
+        for agent, _ in list(self._running.values()):
             agent.kill()
 
-    def _agent(self, node: _LocalNode) -> Agent:
-        storage = NodeStorage(self._directory / node.name, log=self._folder / f"{node.name}.log")
-        config = AgentConfig(release=__version__, home=storage, profile=node.profile, core=node.core, spawn=self._spawn)
+    def _agent(self, node: LocalNode) -> Agent:
+        resources = self._resources
+        storage = NodeStorage(resources.directory / node.name, log=resources.folder / f"{node.name}.log")
+        config = AgentConfig(
+            release=__version__, home=storage, profile=resources.profile_of(node), core=node.core,
+            processor_share=node.processor_share, spawn=resources.spawn,
+        )  # fmt: skip
         return Agent(config, LocalMembership(node.name, self.sockets), _LocalConsole(node.name, self.on_message))
 
 

@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ravnest.coordinator.events import Event
 from ravnest.core.metrics import StageMetrics
 from ravnest.errors import FrameError
 from ravnest.run.plan import PipelinePlan
 
 if TYPE_CHECKING:
     from ravnest.run.cluster_progress import ClusterProgress
+    from ravnest.run.control import RunControl
 
 __all__ = ["Progress", "ProgressView", "MetricsFile", "LossTracker"]
 
@@ -58,11 +60,17 @@ class ProgressView:
     def dashboard(self, link: str) -> None:
         """Show the link to the dashboard."""
 
+    def started(self, control: RunControl) -> None:
+        """The coordinator runs; `control` changes the run while it trains."""
+
+    def handle_event(self, event: Event) -> None:
+        """Handle any event of the coordinator."""
+
     def message(self, text: str) -> None:
         """Show a message about the run."""
 
     def event(self, kind: str, text: str) -> None:
-        """Show an event of the coordinator; `kind` is the name of its class."""
+        """Show an event of the coordinator that concerns the user; `kind` is the name of its class."""
         self.message(text)
 
     def waiting(self, reason: str) -> None:

@@ -166,8 +166,9 @@ class AssignmentRun:
         try:
             is_fed = self.assignment.before is None
             runner = StageRunner(
-                stage, config, limits, before, after, self._report, resources.rate_limiter, is_fed=is_fed
-            )
+                stage, config, limits, before, after, self._report, resources.rate_limiter, is_fed=is_fed,
+                processor_share=resources.processor_share,
+            )  # fmt: skip
         except BaseException:
             before.close()
             if after is not None:

@@ -150,6 +150,7 @@ class Worker:
             local=local,
             remote=remote,
             rate_limiter=None if limit is None else RateLimiter(limit),
+            processor_share=start.processor_share,
         )
 
     def _expect(self, purpose: str, names: Sequence[str]) -> None:

@@ -84,6 +84,7 @@ class WorkerResources:
     local: LocalPeers | None = None
     remote: RemotePeers | None = None
     rate_limiter: RateLimiter | None = None
+    processor_share: float = 1.0
 
     @property
     def addresses(self) -> PeerAddresses:

@@ -185,12 +185,13 @@ class StageRunner:
         *,
         begin: StageState | None = None,
         is_fed: bool = False,
+        processor_share: float = 1.0,
     ) -> None:
         """`begin` is a state to resume from, which becomes the stage's own; without it, `config` names the files.
 
         `is_fed`: `before` leads to the coordinator; when it is lost, the stage still trains its pending microbatches.
         """
-        self._report, self._inbox = report, Inbox()
+        self._report, self._inbox, self._processor_share = report, Inbox(), processor_share
         self._writing: threading.Thread | None = None
         self._is_writing = False
         self._codecs = StageCodecs.of(stage, config.settings.compression, config.max_batch)
@@ -325,7 +326,10 @@ class StageRunner:
         )
         trainer = Trainer(stage, _initial_weights(stage, config, start), settings, delay=config.rule.delay, start=start)
         check_batch = _batch_check(stage, limits)
-        context = LoopContext(self._inbox, self._before, self._after, self._observer, self._codecs, check_batch)
+        context = LoopContext(
+            self._inbox, self._before, self._after, self._observer, self._codecs, check_batch,
+            processor_share=self._processor_share,
+        )  # fmt: skip
         return Loop(trainer, schedule, accumulator, config.role, context)
 
 

@@ -103,6 +103,7 @@ def train(
     start: StageState | None = None,
     save_at: int | None = None,
     whole: bool = True,
+    processor_share: float = 1.0,
 ) -> Pipe:
     """Train on `batches`, one per step; `evaluate` maps a step to the (batch, fresh) to evaluate before it.
 
@@ -117,7 +118,7 @@ def train(
     observer.stops_early = ends_at is not None
     stage_roles = roles(stages, [r.delay for r in rules])
     loops = [
-        _loop(program, stage, config, rule, role, inboxes, pipe, observer, jitter, start)
+        _loop(program, stage, config, rule, role, inboxes, pipe, observer, jitter, start, processor_share)
         for stage, rule, role in zip(stages, rules, stage_roles, strict=True)
     ]
     saved: dict[int, StageState] = {}
@@ -153,6 +154,7 @@ def _loop(
     observer: _Observer,
     jitter: int | None,
     start: StageState | None,
+    processor_share: float,
 ) -> Loop:
     i, last = stage.index, stage.count - 1
     state = {n: t.clone() for n, t in stage_weights(program, stage).items()}
@@ -173,8 +175,9 @@ def _loop(
     before = _QueueOutlet(inboxes[i - 1], rng) if i else _EndOutlet(pipe)
     after = _QueueOutlet(inboxes[i + 1], rng) if i < last else _EndOutlet(pipe)
     context = LoopContext(
-        inboxes[i], before, after, observer, StageCodecs.of(stage, config.compression, max_batch=1024)
-    )
+        inboxes[i], before, after, observer, StageCodecs.of(stage, config.compression, max_batch=1024),
+        processor_share=processor_share,
+    )  # fmt: skip
     return Loop(trainer, schedule, accumulator, role, context)
 
 

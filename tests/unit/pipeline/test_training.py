@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -246,3 +248,18 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_applied() -> None:
     pipe = train(program, thirds(program), data, config(SGD(0.1)), stage_schedules([4, 3, 2], 4), ends_at=2)
     assert sorted(m for m, loss in pipe.losses.items() if loss[0] != loss[0]) == [10], "the third microbatch of step 2"
     assert [n for n, t in good.weights.items() if not torch.equal(pipe.weights[n], t)] == [], "buffers included"
+
+
+def test_a_stage_with_a_share_of_a_core_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, program = made("digits")
+    data, paused_s = batches(case, 2, 8), list[float]()
+    clock = SimpleNamespace(thread_time=time.thread_time, sleep=paused_s.append)
+    monkeypatch.setattr("ravnest.pipeline.loop.time", clock)
+    rules = stage_schedules((1,), 2, synchronous=True)
+    config = TrainerConfig(optimizer=SGD(0.1), correction=corrections.none())
+    whole = train(program, (), data, config, rules)
+    assert not paused_s
+    shared = train(program, (), data, config, rules, processor_share=0.25)
+    assert len(paused_s) == 2 * (2 + 2 + 1)  # after each forward, backward and update
+    assert all(seconds > 0 for seconds in paused_s)
+    assert whole.losses == shared.losses
