@@ -103,7 +103,7 @@ def join_all(row: Row, service: Child, agents: Child, durations: Durations) -> N
 
 
 def heartbeats(row: Row, service: Child, agents: Child, durations: Durations) -> None:
-    cpu_s, seconds = _cpu_over(service, durations.heartbeats_s)
+    cpu_s, seconds = cpu_over(service, durations.heartbeats_s)
     row["heartbeats cpu %"] = 100 * cpu_s / seconds
     row["heartbeat us"] = 1e6 * cpu_s / (row["agents"] * seconds / durations.heartbeat_s)
     row["kB per node"] = (service.memory_bytes() - row["empty bytes"]) / row["agents"] / 1e3
@@ -111,7 +111,7 @@ def heartbeats(row: Row, service: Child, agents: Child, durations: Durations) ->
 
 def plan(row: Row, service: Child, agents: Child, durations: Durations) -> None:
     cpu_s = service.request("facts")["cpu_s"]
-    facts = _wait_until(service, lambda f: f["events"].get(PlanCreated.__name__, 0) and f["is_settled"])
+    facts = wait_until(service, lambda f: f["events"].get(PlanCreated.__name__, 0) and f["is_settled"])
     row["clusters"], row["plan s"] = facts["training"], facts["plan_s"][0]
     row["form cpu ms each"] = 1e3 * (facts["cpu_s"] - cpu_s) / row["agents"]
     row["assigned s"] = agents.request("facts")["assigned_s"] - facts["last_s"][PlanCreated.__name__]
@@ -121,11 +121,9 @@ def plan(row: Row, service: Child, agents: Child, durations: Durations) -> None:
 def leases(row: Row, service: Child, agents: Child, durations: Durations) -> None:
     wanted = row["agents"] * _LEASES_PER_AGENT_S
     agents.request("set_rate", microbatch_s=row["clusters"] / wanted / ACCUMULATE)
-    _wait_until(
-        service, lambda f: f["leases"]["settled"] >= row["clusters"]
-    )  # a first round, in which all are in phase
+    wait_until(service, lambda f: f["leases"]["settled"] >= row["clusters"])  # a first round, in which all are in phase
     agents.request("reset")
-    cpu_s, seconds = _cpu_over(service, durations.leases_s)
+    cpu_s, seconds = cpu_over(service, durations.leases_s)
     facts = agents.request("facts")
     row["leases cpu %"], row["leases/s"] = 100 * cpu_s / seconds, facts["leases"] / seconds
     row["lease p50 ms"], row["lease p99 ms"] = 1e3 * facts["p50_s"], 1e3 * facts["p99_s"]
@@ -135,7 +133,7 @@ def leases(row: Row, service: Child, agents: Child, durations: Durations) -> Non
 def flood(row: Row, service: Child, agents: Child, durations: Durations) -> None:
     agents.request("set_rate", microbatch_s=0.0)
     agents.request("reset")
-    cpu_s, seconds = _cpu_over(service, durations.flood_s)
+    cpu_s, seconds = cpu_over(service, durations.flood_s)
     leases = agents.request("facts")["leases"]
     row["flood cpu %"], row["most leases/s"] = 100 * cpu_s / seconds, leases / seconds
     row["flood lease cpu ms"] = 1e3 * cpu_s / leases
@@ -149,7 +147,7 @@ def loss(row: Row, service: Child, agents: Child, durations: Durations) -> None:
     agents.request("reset")
     began_s = agents.request("kill", count=row["disconnected"])
     left = row["agents"] - row["disconnected"]
-    facts = _wait_until(service, lambda f: f["present"] == left and f["is_settled"] and f["leased_again_s"] is not None)
+    facts = wait_until(service, lambda f: f["present"] == left and f["is_settled"] and f["leased_again_s"] is not None)
     row["clusters ended"] = facts["events"][ClusterEnded.__name__]
     row["ended s"] = facts["last_s"][ClusterEnded.__name__] - began_s
     row["leased again s"] = facts["leased_again_s"] - began_s
@@ -164,7 +162,7 @@ def loss(row: Row, service: Child, agents: Child, durations: Durations) -> None:
 def account(row: Row, service: Child, agents: Child, durations: Durations) -> None:
     agents.request("set_rate", microbatch_s=0.0)
     service.request("end_data")
-    facts = _wait_until(service, lambda f: not f["unsettled"])
+    facts = wait_until(service, lambda f: not f["unsettled"])
     counts = facts["leases"]
     row["granted"], row["settled"], row["returned"] = (counts[name] for name in ("granted", "settled", "returned"))
     row["repeated"], row["outstanding"] = counts.get("repeated", 0), counts.get("outstanding", 0)
@@ -182,19 +180,19 @@ def bare_heartbeats(row: Row, folder: Path, agents: Child, durations: Durations)
         empty_bytes, count = server.memory_bytes(), row["agents"] - row["disconnected"]
         agents.request("reconnect", port=port)
         before = server.request("facts")
-        cpu_s, _ = _cpu_over(server, durations.heartbeats_s)
+        cpu_s, _ = cpu_over(server, durations.heartbeats_s)
         row["bare server heartbeat us"] = 1e6 * cpu_s / (server.request("facts")["received"] - before["received"])
         row["bare server kB per node"] = (server.memory_bytes() - empty_bytes) / count / 1e3
 
 
-def _cpu_over(child: Child, seconds: float) -> tuple[float, float]:
+def cpu_over(child: Child, seconds: float) -> tuple[float, float]:
     """CPU seconds that a process uses during about `seconds`, and the exact duration."""
     before, began = child.request("facts")["cpu_s"], time.monotonic()
     time.sleep(seconds)
     return child.request("facts")["cpu_s"] - before, time.monotonic() - began
 
 
-def _wait_until(service: Child, predicate: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+def wait_until(service: Child, predicate: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     end_s = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < end_s:
         facts: dict[str, Any] = service.request("facts")

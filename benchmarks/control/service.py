@@ -128,9 +128,15 @@ class MeasuredCoordinator:
             membership=MembershipPolicy(min_nodes=count, settle_s=wait_s, heartbeat_s=heartbeat_s),
             alpn=AlpnServerConfig(max_connections=many, max_per_address=many, max_handshakes=many),
         )  # fmt: skip
-        self._service = CoordinatorServer(config, self._requester, run="benchmark", on_event=self._record)
+        self._service = CoordinatorServer(
+            config, self._requester, run="benchmark", on_event=self._record, **self._server_options()
+        )
         await self._service.open()
         return self._service.ticket()
+
+    def _server_options(self) -> dict[str, Any]:
+        """Further arguments of the server, for other benchmarks."""
+        return {}
 
     async def facts(self) -> dict[str, Any]:
         """The state, the CPU seconds used, and the time of the last event of each kind."""

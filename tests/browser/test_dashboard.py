@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,12 +21,12 @@ import psutil
 import pytest
 
 import ravnest
+from benchmarks.dashboard.chromium import CHROMIUM, Page, chromium
 from ravnest.core.host import data_directory
 from ravnest.dashboard.report import write_report
 from ravnest.examples.gpt import GPT, GPTConfig, next_token_loss
 from ravnest.examples.text import batches, library_text
 from ravnest.run.metrics import ProgressView
-from tests.browser.chromium import CHROMIUM, Page, chromium
 from tests.unit.coordinator.attacks import run
 from tests.unit.dashboard.served import served
 
@@ -111,6 +112,16 @@ class LocalRun:
     def kill_worker(self) -> None:
         workers = [worker for server in psutil.Process().children() for worker in server.children()]
         next(worker for worker in workers if "chrom" not in worker.name()).kill()
+
+
+@pytest.fixture(autouse=True)
+def no_files_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The browser leaves no files in the directory for temporary files."""
+    with tempfile.TemporaryDirectory(prefix="ravnest-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        assert [name for name in os.listdir(folder) if "chrom" in name.lower()] == []
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,8 @@ HEADERS = {
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _REQUESTS_PER_S, _BURST = 100.0, 300
+_REJECTION_S = 1.0  # before a rejection is sent: a client that repeats at once does not keep this process busy
+_MAX_REJECTED = 64  # requests that wait for their rejection; further ones are disconnected
 _CLOSE_S = 1.0
 
 
@@ -149,7 +151,7 @@ def _limits(hosts: Callable[[], set[str]] | None) -> Any:
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not bucket.take():
-            return _error("too many requests: try again in a second", 429, {"Retry-After": "1"})
+            return await bucket.reject(request)
         if hosts is not None and request.headers.get("Host", "") not in hosts():
             return _error("this address is not served here: open the link that `ravnest dashboard` prints", 421)
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
@@ -171,6 +173,7 @@ class _Bucket:
 
     def __init__(self) -> None:
         self._left, self._at_s = float(_BURST), time.monotonic()
+        self._num_rejected = 0  # that wait
 
     def take(self) -> bool:
         now_s = time.monotonic()
@@ -180,6 +183,18 @@ class _Bucket:
             return False
         self._left -= 1
         return True
+
+    async def reject(self, request: web.Request) -> web.Response:
+        """Return a rejection after a while, or disconnect at once if many wait for theirs."""
+        if self._num_rejected >= _MAX_REJECTED and request.transport is not None:
+            request.transport.abort()
+        else:
+            self._num_rejected += 1
+            try:
+                await asyncio.sleep(_REJECTION_S)
+            finally:
+                self._num_rejected -= 1
+        return _error("too many requests: try again in a second", 429, {"Retry-After": "1"})
 
 
 class _Site:

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -113,12 +114,15 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def chromium() -> AsyncIterator[Page]:
-    """Start a browser with one empty page, and end it."""
+    """Start a browser with one empty page, and end it. All its files are in a directory that is removed."""
     assert CHROMIUM is not None
-    profile = Path(tempfile.mkdtemp(prefix="ravnest-chromium-"))
+    directory = Path(tempfile.mkdtemp(prefix="ravnest-chromium-"))
+    profile, temporary = directory / "profile", directory / "tmp"
+    temporary.mkdir()
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank",
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(temporary)}, start_new_session=True,
     )  # fmt: skip
     try:
         async with aiohttp.ClientSession() as session:
@@ -134,7 +138,15 @@ async def chromium() -> AsyncIterator[Page]:
         if process.returncode is None:
             process.terminate()
             await process.wait()
-        shutil.rmtree(profile, ignore_errors=True)
+        await _remove(directory)
+
+
+async def _remove(directory: Path) -> None:
+    """Remove a directory; processes of the browser may end a moment after it, and write until then."""
+    async with asyncio.timeout(_START_S):
+        while os.path.exists(directory):  # noqa: ASYNC240
+            shutil.rmtree(directory, ignore_errors=True)
+            await asyncio.sleep(0.05)
 
 
 async def _address(session: aiohttp.ClientSession, profile: Path) -> str:
