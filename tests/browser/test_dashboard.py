@@ -115,7 +115,7 @@ class LocalRun:
 
 
 @pytest.fixture(autouse=True)
-def no_files_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_files_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The browser leaves no files in the directory for temporary files."""
     with tempfile.TemporaryDirectory(prefix="ravnest-") as folder:
         monkeypatch.setenv("TMPDIR", folder)
