@@ -60,8 +60,8 @@ def test_commands_and_flags() -> None:
             "--debug", "--ids", "--job", "--prompt", "--seed", "--temperature", "--tokenizer", "--tokens", "run",
         ],
         "join": [
-            "--data-dir", "--debug", "--log-json", "--max-upload", "--memory", "--name", "--port", "--quiet",
-            "--threads", "ticket",
+            "--data-dir", "--debug", "--log-json", "--max-upload", "--memory", "--name", "--port", "--quiet", "--stay",
+            "--threads", "--wait", "ticket",
         ],
         "kick": ["--debug", "--reason", "--run", "node"],
         "plan": [

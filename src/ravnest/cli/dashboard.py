@@ -7,7 +7,8 @@ import contextlib
 import os
 import sys
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,10 +22,10 @@ from ravnest.errors import RavnestError
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from ravnest.cli.target import CoordinatorTarget
     from ravnest.dashboard.site import DashboardData
+    from ravnest.node.client import Client
 
-__all__ = ["dashboard", "may_open_browser", "show_link"]
+__all__ = ["RemoteRun", "dashboard", "may_open_browser", "show_link"]
 
 _TICKET = "rav"
 
@@ -61,7 +62,8 @@ def dashboard(
     elif is_ticket:
         from ravnest.cli.target import find_target
 
-        asyncio.run(_serve(_RemoteRun(find_target(run)), console, browser=browser))
+        target = find_target(run)
+        asyncio.run(_serve(RemoteRun(target.connect, target.headers), console, browser=browser))
     elif (link := _running_link(run)) is not None:
         show_link(link, console, browser=browser)
     else:
@@ -118,11 +120,13 @@ async def _serve(data: DashboardData, console: Console, *, browser: bool) -> Non
         await listener.close()
 
 
-class _RemoteRun:
+class RemoteRun:
     """Forwards the data of a coordinator, whose certificate a browser does not know."""
 
-    def __init__(self, target: CoordinatorTarget) -> None:
-        self._target = target
+    def __init__(
+        self, connect: Callable[[], AbstractAsyncContextManager[Client]], headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._connect, self._headers = connect, dict(headers or {})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
@@ -131,8 +135,8 @@ class _RemoteRun:
 
         try:
             async with (
-                self._target.connect() as client,
-                client.request("GET", "/dashboard/v1/stream", headers=dict(self._target.headers)) as answer,
+                self._connect() as client,
+                client.request("GET", "/dashboard/v1/stream", headers=self._headers) as answer,
             ):
                 response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
                 await response.prepare(request)
@@ -153,8 +157,8 @@ class _RemoteRun:
         return await self._get("/dashboard/metrics")
 
     async def _get(self, path: str) -> bytes:
-        async with self._target.connect() as client:
-            return await client.ask("GET", path, headers=dict(self._target.headers))
+        async with self._connect() as client:
+            return await client.ask("GET", path, headers=self._headers)
 
     async def close(self) -> None:
         """Nothing is kept open between requests."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -122,7 +123,6 @@ async def _run_until_interrupted(
 ) -> Farewell | None:
     from ravnest.node.agent import Agent
 
-    agent = Agent(config, membership, console)
     is_leaving = False
 
     def interrupted() -> None:
@@ -133,8 +133,45 @@ async def _run_until_interrupted(
         is_leaving = True
         agent.leave()
 
-    with _on_signals(interrupted):
-        return await agent.run()
+    async with _node_page(membership, config.home.directory) as page:
+        agent = Agent(dataclasses.replace(config, page=page), membership, console)
+        with _on_signals(interrupted):
+            return await agent.run()
+
+
+@contextlib.asynccontextmanager
+async def _node_page(membership: TicketMembership, directory: Path) -> AsyncIterator[Callable[[str], str]]:
+    """Serve the dashboard to browsers of this PC; yields a function that returns a line about a node's page.
+
+    The link is a secret: it is printed on a terminal only, and kept in a file of this user elsewhere.
+    """
+    from ravnest.cli.dashboard import RemoteRun
+    from ravnest.dashboard.site import Access, LocalListener
+
+    listener, path = LocalListener(RemoteRun(membership.connect), Access.new()), directory / "page.url"
+    try:
+        await listener.open()
+    except OSError:  # without a page the node works as well
+        yield lambda name: ""
+        return
+
+    def describe(name: str) -> str:
+        link = listener.access.link("viewer", page=f"node/{name}")
+        if sys.stdout.isatty():
+            return f"this node's page: {link}"
+        try:
+            path.unlink(missing_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"{link}\n")
+        except OSError:
+            return ""
+        return f"this node's page: the link is in {path}"
+
+    try:
+        yield describe
+    finally:
+        path.unlink(missing_ok=True)
+        await listener.close()
 
 
 @contextlib.contextmanager

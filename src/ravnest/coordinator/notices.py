@@ -21,7 +21,8 @@ def wait_of(state: CoordinatorState, name: str, now_s: float, policy: Membership
     node = state.nodes[name]
     cluster = state.clusters.get(node.cluster or "")
     if node.leaving_s is not None:
-        if can_take_over(state, policy.min_stages) or state.failed_clusters:
+        is_forming = any(live.phase == "forming" for live in state.live_clusters())
+        if is_forming or can_take_over(state, policy.min_stages):
             return "others take over its stage", handover_deadline_s(state, name)
         return None
     if cluster is not None:
@@ -33,7 +34,7 @@ def wait_of(state: CoordinatorState, name: str, now_s: float, policy: Membership
         if plan.due_s is not None:
             number = f"{plan.num_arriving} more node{'' if plan.num_arriving == 1 else 's'}"
             return f"waits for {number if plan.num_arriving else 'more nodes'}: training begins", plan.due_s
-        if plan.num_missing:
+        if plan.num_missing and name not in state.unplaceable:
             return f"waits for {plan.num_missing} more node{'' if plan.num_missing == 1 else 's'}", None
         return node.reason, None
     if node.is_quarantined(now_s, policy.quarantine_s):

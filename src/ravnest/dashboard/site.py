@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import time
+import urllib.parse
 from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib import resources
@@ -87,8 +88,10 @@ class Access(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def save(self, path: Path) -> None:
         write_secret(path, msgspec.json.encode(self))
 
-    def link(self, role: Role = "requester") -> str:
-        return f"http://127.0.0.1:{self.port}/#token={self.requester if role == 'requester' else self.viewer}"
+    def link(self, role: Role = "requester", page: str = "") -> str:
+        """Return the link to the pages, or to one of them, such as `node/attic`."""
+        token = self.requester if role == "requester" else self.viewer
+        return f"http://127.0.0.1:{self.port}/#token={token}{f'/{urllib.parse.quote(page)}' if page else ''}"
 
     def role_of(self, token: str) -> Role | None:
         given = token.encode(errors="replace")

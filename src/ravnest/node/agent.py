@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -78,6 +79,7 @@ class AgentConfig:
     spawn: SpawnWorker = spawn_worker
     max_wait_s: float | None = None  # for a coordinator that does not answer; None: without end
     stays: bool = False  # after the end of a run, for the next one
+    page: Callable[[str], str] = lambda name: ""  # a line about the page of the node of this name
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 2**16, f"port must be 1 to 65535, or 0 for any, got {self.port}")
@@ -296,6 +298,8 @@ class Agent:
                 assert self._profile is not None, "a hello was sent before"
                 self._is_welcome = True
                 self._console.log(joined(self._membership.name, self._profile))
+                if line := self._config.page(self._membership.name):
+                    self._console.note(line)
             case DesiredAssignment(assignment=assignment, reason=reason):
                 if self._reconciler.set_target(assignment):
                     self._console.assigned(assignment, reason)

@@ -21,6 +21,7 @@ from ravnest.protocol.control import (
     Heartbeat,
     Hello,
     NodeProfile,
+    ProfileChanged,
     StageReport,
 )
 from ravnest.protocol.peer import PeerAddresses as Where
@@ -118,6 +119,22 @@ def test_an_invalid_message_ends_the_session_and_not_training(tmp_path: Path, me
                 await again.receive(DesiredAssignment, lambda received: received.assignment is not None)
                 await server.train()
                 assert again.assignment.generation == 1, "it is the same cluster"
+
+    run(test())
+
+
+def test_a_node_may_offer_other_resources_while_it_trains(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with coordinator_with_nodes(tmp_path) as server:
+            ann, state = server.nodes_by_name["ann"], server.coordinator.state
+            less = NodeProfile(memory_bytes=PROFILE.memory_bytes // 2, gflops=PROFILE.gflops / 2)
+            for _ in range(3):
+                await ann.send(ProfileChanged(less))
+            await all_handled(server, ann)
+            assert state.nodes["ann"].profile == less
+            assert sum("ann offers " in text for text in server.log) == 1
+            await server.train()
+            assert ann.assignment.generation == 1, "it is the same cluster"
 
     run(test())
 

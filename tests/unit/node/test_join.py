@@ -64,7 +64,10 @@ def test_one_node_leaves_by_ctrl_c_one_is_removed_and_one_ends_with_the_run(tmp_
             ]
             assert lines[3].startswith("joined as attic: 1.0 GB, ")
             assert lines[3].endswith("Mbit/s up")
-            assert lines[4:] == ["leaving", "left"]
+            page = next((tmp_path / "nodes").glob("*-attic")) / "page.url"
+            assert lines[4] == f"this node's page: the link is in {page}"
+            assert not page.exists(), "the node has left"
+            assert lines[5:] == ["leaving", "left"]
             code, lines = await finish(cellar)
             assert code == 1
             assert lines[-1] == "removed by the coordinator: it was kicked"

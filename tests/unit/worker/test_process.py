@@ -22,7 +22,7 @@ from ravnest.protocol.commands import (
 )
 from ravnest.protocol.control import AddressChanged, StageCommand, StageReport
 from ravnest.protocol.peer import PeerAddresses
-from ravnest.protocol.worker import EndpointOpened, ReleaseStage, StageReleased, WorkerUnable
+from ravnest.protocol.worker import EndpointOpened, LimitWorker, ReleaseStage, StageReleased, WorkerUnable
 from ravnest.transport.stream import StreamLink
 from tests.unit.transport.kinds import Members
 from tests.unit.worker.fleet import Feeder, Job, Worker, acknowledged, ending, feed
@@ -141,6 +141,24 @@ def test_a_bad_stage_file_is_rejected(pair: Pair, file: bytes) -> None:
     assert isinstance(failed, StageFailed)
     assert not failed.is_consequence
     assert pair.workers[1].receive(StageReleased).generation == pair.generation
+
+
+def test_a_stage_trains_on_when_its_limits_change(training: Pair) -> None:
+    for number in range(2):
+        training.workers[1].send(LimitWorker(memory_bytes=4 * 10**9, threads=2 - number))
+        feed(training.link, training.job.program.feed(training.job.batch), number)
+        assert acknowledged(training.link) == number
+
+
+def test_changed_limits_apply_to_the_next_stage(pair: Pair) -> None:
+    pair.generation += 1
+    pair.workers[1].send(LimitWorker(memory_bytes=1, threads=1))
+    pair.assign(1)
+    failed = pair.workers[1].receive(StageReport).report
+    assert isinstance(failed, StageFailed)
+    assert "at most 1 are allowed" in failed.reason
+    assert pair.workers[1].receive(StageReleased).generation == pair.generation
+    pair.workers[1].send(LimitWorker(memory_bytes=4 * 10**9, threads=1))
 
 
 def test_an_assignment_is_released_while_it_connects_to_its_neighbour(pair: Pair) -> None:

@@ -1,6 +1,6 @@
 """Decides how long a leaving node stays: until its state is no longer needed, within seconds. Pure.
 
-others can take over   it stays until a cluster of them has its state, `HANDOVER_S` at most, or as long as the
+others can take over   it stays until a cluster of them has its state, `_HANDOVER_S` at most, or as long as the
                        transfer of a cluster that forms is expected to take
 nobody can             it leaves at once: too few nodes stay, or the last plan had no place for them
 """
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from ravnest.coordinator.state import CoordinatorState
 
-__all__ = ["HANDOVER_S", "can_take_over", "handover_deadline_s", "released"]
+__all__ = ["can_take_over", "handover_deadline_s", "released"]
 
-HANDOVER_S = 5.0
+_HANDOVER_S = 5.0
 _MAX_HANDOVER_S = 60.0
 
 
@@ -36,7 +36,7 @@ def handover_deadline_s(state: CoordinatorState, name: str) -> float:
     assert leaving_s is not None, "the node is leaving"
     forming = (cluster for cluster in state.live_clusters() if cluster.phase == "forming")
     transfer_s = max((cluster.formed_s + cluster.plan.transfer_s for cluster in forming), default=leaving_s)
-    return max(leaving_s + HANDOVER_S, min(transfer_s, leaving_s + _MAX_HANDOVER_S))
+    return max(leaving_s + _HANDOVER_S, min(transfer_s, leaving_s + _MAX_HANDOVER_S))
 
 
 def released(state: CoordinatorState, now_s: float, min_stages: int) -> Iterator[tuple[str, str]]:

@@ -24,10 +24,10 @@ let shownPath = null;
 let waiting = null;
 
 function takeToken() {
-  const match = location.hash.match(/^#token=([\w-]+)$/);
+  const match = location.hash.match(/^#token=([\w-]+)(\/.+)?$/);
   if (match) {
     sessionStorage.setItem(TOKEN, match[1]);
-    history.replaceState(null, "", "#/run");
+    history.replaceState(null, "", `#${match[2] ?? "/run"}`);
   }
   return sessionStorage.getItem(TOKEN) ?? "";
 }
