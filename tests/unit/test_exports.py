@@ -55,6 +55,7 @@ def test_commands_and_flags() -> None:
     assert flags == {
         "dashboard": ["--browser", "--debug", "--export", "run"],
         "demo": ["--browser", "--debug", "--run-dir", "--seed", "--steps"],
+        "doctor": ["--data-dir", "--debug", "--json", "--port", "--quick", "--run-dir", "ticket"],
         "export": ["--debug", "--job", "--max-shard-size", "--merge", "--to", "run"],
         "generate": [
             "--debug", "--ids", "--job", "--prompt", "--seed", "--temperature", "--tokenizer", "--tokens", "run",

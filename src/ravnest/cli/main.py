@@ -21,6 +21,7 @@ from rich.console import Console
 from ravnest import __version__
 from ravnest.cli.dashboard import dashboard
 from ravnest.cli.demo import demo
+from ravnest.cli.doctor import doctor
 from ravnest.cli.export import export
 from ravnest.cli.generate import generate
 from ravnest.cli.join import join
@@ -38,7 +39,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-for command in (train, export, generate, profile, plan, join, status, dashboard, kick, ticket, demo):
+for command in (train, export, generate, profile, plan, join, status, dashboard, kick, ticket, doctor, demo):
     app.command(cls=Command)(command)
 
 

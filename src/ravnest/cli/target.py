@@ -49,7 +49,7 @@ class CoordinatorTarget:
         failure: RavnestError = LinkError("the ticket has no address")
         for address in self.addresses:
             try:
-                context = await self._context(address)
+                context = await self.context(address)
             except LinkError as error:
                 failure = error
                 continue
@@ -58,7 +58,8 @@ class CoordinatorTarget:
                 return
         raise failure
 
-    async def _context(self, address: Address) -> ssl.SSLContext:
+    async def context(self, address: Address) -> ssl.SSLContext:
+        """Return the context of connections to one of its addresses."""
         if self.ticket is not None:
             return pinned_context(await fetch_authority(self.ticket, address))
         assert self.folder is not None

@@ -8,7 +8,7 @@ from ravnest.coordinator.policy.membership import MembershipPolicy, PlanWait, pl
 from ravnest.coordinator.state import CoordinatorState
 from ravnest.protocol.control import Waiting
 
-__all__ = ["WaitNotices", "wait_of"]
+__all__ = ["WaitNotices"]
 
 _INTERVAL_S = 0.25
 _TOLERANCE_S = 0.5  # a deadline that moves by less is not sent again

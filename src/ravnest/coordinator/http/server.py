@@ -161,6 +161,7 @@ def make_app(coordinator: Coordinator, context: ServerContext, timeouts: HttpTim
     app.router.add_put("/v1/states/{generation:[0-9]{1,10}}/{stage:[0-9]{1,5}}/{updates:[0-9]{1,12}}", handlers.state)
     app.router.add_get("/v1/line", handlers.line_down)
     app.router.add_post("/v1/line", handlers.line_up)
+    app.router.add_get("/v1/address", handlers.address)
     app.router.add_get("/v1/status", handlers.status)
     app.router.add_post("/v1/predict", handlers.predict)
     app.router.add_post("/v1/kick", handlers.kick)
@@ -282,12 +283,17 @@ class _Handlers:
             partial.unlink(missing_ok=True)
         return web.json_response({"bytes": num_bytes})
 
+    async def address(self, request: web.Request) -> web.Response:
+        """Answer with the client's address as it is seen here, and the time of this clock."""
+        self._reader(request)
+        return web.json_response({"address": address_of(request.transport), "time_s": self._coordinator.now_s()})
+
     async def line_down(self, request: web.Request) -> web.StreamResponse:
-        self._member(request)
+        self._reader(request)
         return await self._line.download(request)
 
     async def line_up(self, request: web.Request) -> web.Response:
-        self._member(request)
+        self._reader(request)
         return await self._line.upload(request)
 
     async def predict(self, request: web.Request) -> web.Response:
