@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import msgspec
@@ -52,12 +53,18 @@ def _line(progress: Progress) -> str:
     return "  ".join([*parts, format_throughput(progress.samples_per_s)])
 
 
+def _without_numbers(reason: str) -> str:
+    """Return a reason without its numbers: a countdown is not a line per second."""
+    return re.sub(r"\d+", "", reason)
+
+
 class PlainView(ProgressView):
     """Prints a line every two seconds, for logs."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._rates, self._next = console, _Rates(), 0.0
         self._last: Progress | None = None
+        self._waiting = ""
 
     def planned(self, plan: PipelinePlan, cluster: str = "") -> None:
         self._console.print(plan_table(plan, cluster))
@@ -72,8 +79,9 @@ class PlainView(ProgressView):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def waiting(self, reason: str) -> None:
-        if reason:
+        if reason and _without_numbers(reason) != self._waiting:
             self.message(f"no cluster trains: {reason}")
+        self._waiting = _without_numbers(reason)
 
     def update(self, progress: Progress) -> None:
         self._last = progress
@@ -110,7 +118,7 @@ class JsonView(ProgressView):
     """Prints a JSON object per line; `docs/reference/log-json.md` describes the fields."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._step = console, 0
+        self._console, self._step, self._waiting = console, 0, ""
 
     def write(self, kind: str, **fields: object) -> None:
         """Print a line of this type; numbers that are not finite become null."""
@@ -134,7 +142,9 @@ class JsonView(ProgressView):
         self.write("event", event=kind, text=text)
 
     def waiting(self, reason: str) -> None:
-        self.write("waiting", reason=reason)
+        if _without_numbers(reason) != self._waiting:
+            self.write("waiting", reason=reason)
+        self._waiting = _without_numbers(reason)
 
     def update(self, progress: Progress) -> None:
         if progress.step == self._step:

@@ -95,8 +95,7 @@ def check_computing() -> Iterator[Finding]:
         yield Finding("torch", "problem", f"torch {torch.__version__} is not the version that is tested", remedy)
     else:
         yield Finding("torch", "ok", f"torch {torch.__version__} computes gradients")
-    from ravnest.profiling.host import host_limits, host_memory
-    from ravnest.profiling.speed import usable_cores
+    from ravnest.profiling.host import host_limits, host_memory, usable_cores
 
     device = torch.accelerator.current_accelerator(check_available=True)
     cores, limits = usable_cores(), host_limits()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ravnest.coordinator.policy.membership import MembershipPolicy
+from ravnest.coordinator.policy.membership import MembershipPolicy, plan_wait
 from ravnest.coordinator.state import CoordinatorState
 
 __all__ = ["waiting_for"]
@@ -18,18 +18,19 @@ def waiting_for(state: CoordinatorState, now_s: float, policy: MembershipPolicy)
         num_stages = sum(len(cluster.plan.members) for cluster in clusters)
         names = " and ".join(cluster.plan.id for cluster in clusters)
         return f"cluster {names} is forming, {num_ready} of {num_stages} stages are ready"
-    present = [name for name, node in state.nodes.items() if node.is_present]
-    usable = state.free_nodes(now_s, policy.quarantine_s)
-    needed = policy.min_stages if state.has_trained else max(policy.min_nodes, policy.min_stages)
-    if len(present) < needed:
-        return f"waiting for nodes, {len(present)} of {needed} are connected"
-    if len(usable) < needed:
-        waiting = sorted(set(present) - set(usable))
-        return f"waiting until {_list(waiting)} can be used: {state.nodes[waiting[0]].reason or 'its stage ended'}"
-    unplaceable = sorted(name for name in usable if name in state.unplaceable)
-    if len(unplaceable) == len(usable):
-        return f"waiting for more nodes: no plan fits {_list(unplaceable)}"
-    return f"waiting for further nodes to join before planning; {len(present)} are connected"
+    plan = plan_wait(state, now_s, policy)
+    num_present = sum(node.is_present for node in state.nodes.values())
+    if plan.due_s is not None:
+        arriving = f", {plan.num_arriving} more are on their way" if plan.num_arriving else ""
+        return f"{num_present} connected{arriving}; training begins within {max(plan.due_s - now_s, 0):.0f} s"
+    staying = sorted(name for name, node in state.nodes.items() if node.is_present and node.leaving_s is None)
+    num_missing = plan.num_missing + len(plan.nodes) - len(staying)
+    if num_missing > 0:
+        return f"waiting for {num_missing} more node{'' if num_missing == 1 else 's'}, {num_present} connected"
+    busy = [name for name in staying if name not in plan.nodes]
+    if busy:
+        return f"waiting for {_list(busy)}: {state.nodes[busy[0]].reason or 'its stage ends'}"
+    return f"waiting for more nodes: no plan fits {_list(staying)}" if staying else "waiting for nodes"
 
 
 def _list(names: list[str]) -> str:
