@@ -108,6 +108,12 @@ def test_options_become_fields_of_the_configuration(run_cli: RunCli, trained: li
     assert TrainingConfig(**trained[0]).settle_time_s == 120.0  # type: ignore[arg-type]
 
 
+def test_an_option_may_be_given_several_times(run_cli: RunCli, trained: list[dict[str, object]]) -> None:
+    assert run_cli("train", JOB, "--track", "tensorboard", "--track", "wandb")[0] == 0
+    assert trained == [{"track": ("tensorboard", "wandb")}]
+    assert TrainingConfig(**trained[0]).track == ("tensorboard", "wandb")  # type: ignore[arg-type]
+
+
 def test_former_flags_are_hidden_aliases(run_cli: RunCli, trained: list[dict[str, object]]) -> None:
     former = ["--whole", "--outer", "plain", "--codec=int8", "--compression", "bf16", "--wait", "1s", "--accumulate=3"]
     assert run_cli("train", JOB, *former, "--folder", "here", "--coordinator", "keys")[0] == 0
