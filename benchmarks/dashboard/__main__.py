@@ -26,7 +26,7 @@ from benchmarks.report import Report, arguments
 from ravnest.core.config import config, require
 
 _INTERVAL_S = 0.5  # of a real dashboard
-_FAST_S = 0.02
+_FAST_S = 0.1
 
 
 @config

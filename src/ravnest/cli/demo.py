@@ -19,6 +19,7 @@ _MEMORY_MB = (358, 343, 341, 356, 342, 341)
 _SHARES = (0.4, 0.25, 0.2, 0.3, 0.2, 0.15)  # of a core, on a machine with two
 _NEW_MEMORY_MB, _NEW_SHARE = 358, 0.35
 _MAX_SCALE = 2.5  # with which the largest share is a whole core
+_VALIDATION_BATCHES = 8
 _BATCHES_PER_UPDATE = 2  # of the reference: two clusters make an update each on two batches
 _WHOLE_S, _REFERENCE_S = 165.0, 20.0  # for all, and at least for the reference after the end of the run
 
@@ -57,20 +58,25 @@ def demo(
     acts = DemoActs(settings)
     new_node = LocalNode(settings.new_node, _NEW_MEMORY_MB * 10**6, min(_NEW_SHARE * scale, 1.0))
     file = load_job(_JOB)
-    reference = Reference(_JOB, seed=changes.get("seed", 0), batches_per_update=_BATCHES_PER_UPDATE)
+    reference = Reference(
+        _JOB, seed=changes.get("seed", 0), batches_per_update=_BATCHES_PER_UPDATE,
+        validation_batches=_VALIDATION_BATCHES,
+    )  # fmt: skip
     view = DemoView(console, acts, new_node, reference, lambda link: show_link(link, console, browser=browser))
     try:
         view.line("six nodes lend 341 to 358 MB and a part of a core each; the model needs 361 MB: none can hold it")
         run = file.job.train(
             show=view, on=f"local:{len(_SHARES)}", clusters=0, steps=None, threads=1, microbatches_per_step=4,
+            validate_every=max(steps // 5, 1), validation_batches=_VALIDATION_BATCHES,
             memory=",".join(f"{size}MB" for size in _MEMORY_MB),
             processor_shares=",".join(f"{min(share * scale, 1.0):g}" for share in _SHARES), **changes,
         )  # fmt: skip
         held_out = Comparison(run.evaluations[-1]["loss"], reference.finish(max(_WHOLE_S - view.seconds, _REFERENCE_S)))
     finally:
         reference.close()
+    losses = [(number + 1.0, loss) for number, loss in enumerate(run.losses)]
     console.print(summary(acts, staleness_of(list(read_lines(run.folder / "metrics.jsonl"))), held_out))
-    console.print(loss_picture(smoothed(run.losses), _smoothed_points(reference.losses)), markup=False)
+    console.print(loss_picture(smoothed(losses, 8), smoothed(reference.losses, 4)), markup=False)
     if file.after is not None:
         console.print(f"\na text that the model wrote:\n{file.after(run)}\n", markup=False)
     console.print(f"the run is in {run.folder}; `ravnest dashboard {run.folder}` shows it again", soft_wrap=True)
@@ -78,11 +84,3 @@ def demo(
     if missing or not acts.batches.is_balanced:
         console.print(f"not all acts happened: {', '.join(missing) or 'the batches do not balance'}")
         raise typer.Exit(1)
-
-
-def _smoothed_points(losses: list[tuple[int, float]], window: int = 4) -> list[tuple[float, float]]:
-    values = [loss for _, loss in losses]
-    return [
-        (float(batches), sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1))
-        for i, (batches, _) in enumerate(losses)
-    ]

@@ -18,7 +18,7 @@ from ravnest.run.local import LocalNode
 from ravnest.run.metrics import Progress, ProgressView
 from ravnest.run.reference import Reference
 
-__all__ = ["Comparison", "DemoView", "loss_picture", "staleness_of", "summary"]
+__all__ = ["Comparison", "DemoView", "loss_picture", "smoothed", "staleness_of", "summary"]
 
 _PROGRESS_S = 10.0
 
@@ -160,6 +160,7 @@ def loss_picture(
     return "\n".join(["loss", *rows, axis, " " * max(8 + width - len(end), 0) + end, legend])
 
 
-def smoothed(losses: Sequence[float], window: int = 8) -> list[tuple[float, float]]:
-    """Return the mean of each loss and up to `window` - 1 before it, by batch."""
-    return [(i + 1.0, sum(losses[max(0, i + 1 - window) : i + 1]) / min(window, i + 1)) for i in range(len(losses))]
+def smoothed(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
+    """Return the points with the mean of each value and of up to `window` - 1 values before it."""
+    values = [value for _, value in points]
+    return [(at, sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1)) for i, (at, _) in enumerate(points)]

@@ -36,9 +36,10 @@ from ravnest.planner.clusters.search import form_clusters
 from ravnest.planner.fleet import FleetPlan, Task
 from ravnest.planner.problem import DoesNotFit, PlanError
 from ravnest.planner.replan import replan
+from ravnest.planner.upgrade import Upgrade, best_upgrade
 from ravnest.protocol.control import NodeProfile
 
-__all__ = ["PlanningService", "plan_in_subprocess"]
+__all__ = ["PlanningService", "plan_in_subprocess", "upgrade_in_subprocess"]
 
 _MAX_STAGE_BYTES = 1 << 34
 _DEBOUNCE_S = 0.25  # a failure that frees some nodes often frees more: plan them together
@@ -181,12 +182,17 @@ class PlanningService:
 
 class _Request(msgspec.Struct, frozen=True):
     task: Task
-    seed: int
+    seed: int = 0
     running: FleetPlan | None = None
+    upgrade_of: FleetPlan | None = None  # search the best upgrade of this plan instead of a plan
 
 
 class _PlanFound(msgspec.Struct, frozen=True, tag=True):
     plan: FleetPlan
+
+
+class _UpgradeFound(msgspec.Struct, frozen=True, tag=True):
+    upgrade: Upgrade | None
 
 
 class _NoPlan(msgspec.Struct, frozen=True, tag=True):
@@ -205,10 +211,23 @@ def plan_in_subprocess(
     Raises:
         PlanError: There is no plan, or the process failed or timed out.
     """
-    command = [sys.executable, "-m", _MODULE]
-    request = msgspec.msgpack.encode(_Request(task, seed, running))
+    answer = _ask(_Request(task, seed, running), timeout_s)
+    assert isinstance(answer, _PlanFound)
+    return answer.plan
+
+
+def upgrade_in_subprocess(task: Task, plan: FleetPlan, *, timeout_s: float = 60.0) -> Upgrade | None:
+    """Run `best_upgrade` in a child process; raises `PlanError` if it failed or timed out."""
+    answer = _ask(_Request(task, upgrade_of=plan), timeout_s)
+    assert isinstance(answer, _UpgradeFound)
+    return answer.upgrade
+
+
+def _ask(request: _Request, timeout_s: float) -> _PlanFound | _UpgradeFound:
+    command = [sys.executable, "-P", "-m", _MODULE]
+    body = msgspec.msgpack.encode(request)
     try:
-        done = subprocess.run(command, input=request, capture_output=True, timeout=timeout_s, check=False)
+        done = subprocess.run(command, input=body, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:
         raise PlanError(f"the planner found no plan within {timeout_s:g} s") from error
     except OSError as error:
@@ -217,16 +236,18 @@ def plan_in_subprocess(
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         last = lines[-1] if lines else "no output"
         raise PlanError(f"the planner process exited with code {done.returncode}: {last}")
-    answer = msgspec.msgpack.decode(done.stdout, type=_PlanFound | _NoPlan)
-    if isinstance(answer, _PlanFound):
-        return answer.plan
+    answer = msgspec.msgpack.decode(done.stdout, type=_PlanFound | _UpgradeFound | _NoPlan)
+    if not isinstance(answer, _NoPlan):
+        return answer
     if answer.missing_bytes is None:
         raise PlanError(answer.reason)
     raise DoesNotFit(answer.reason, answer.missing_bytes, answer.remedies)
 
 
-def _answer(request: _Request) -> _PlanFound | _NoPlan:
+def _answer(request: _Request) -> _PlanFound | _UpgradeFound | _NoPlan:
     try:
+        if request.upgrade_of is not None:
+            return _UpgradeFound(best_upgrade(request.task, request.upgrade_of))
         if request.running is not None:
             return _PlanFound(replan(request.task, request.running).plan)
         return _PlanFound(form_clusters(request.task, seed=request.seed))

@@ -234,7 +234,7 @@ def _node(state: CoordinatorState, name: str, now_s: float, policy: MembershipPo
         reason=printable(reason),
         profile=node.profile,
         address=printable(node.address),
-        activity=printable(seen.activity) if node.is_present else "",
+        activity=printable("disconnected" if seen.is_disconnected else seen.activity) if node.is_present else "",
         last_seen_age_s=max(now_s - seen.at_s, 0.0),
         cluster=node.cluster,
         stage=cluster.plan.members.index(name) if cluster is not None else None,

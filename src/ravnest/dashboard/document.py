@@ -29,7 +29,7 @@ def document_values(status: RunStatus, history: RunHistory) -> Iterator[tuple[st
         "end_reason": status.end_reason, "steps_done": status.steps_done, "steps": status.steps,
         "generation": status.generation, "labels": history.labels, "leases": status.leases,
         "plan_reason": history.plan_reason, "left_out": history.left_out, "num_rejected": status.num_rejected,
-        "rounds": status.rounds_done,
+        "rounds": status.rounds_done, "round_s": round(history.round_s, 2), "upgrade": history.upgrade,
     }  # fmt: skip
     yield "rings", status.rings
     for node in status.nodes:

@@ -86,6 +86,8 @@ class RunHistory:
         self.plans: dict[str, PlanRow] = {}  # of clusters that were not replaced
         self.left_out: tuple[_Left, ...] = ()  # of the last plan
         self.plan_reason = ""
+        self.upgrade: dict[str, Any] | None = None  # that would help the present plan most
+        self.round_s = 0.0  # of all averagings
         self._samples = 0
         self._number = self.events[-1].number + 1 if self.events else 0
 
@@ -100,7 +102,9 @@ class RunHistory:
                 self.left_out = tuple(
                     _Left(name=one.name, reason=one.reason, is_spare=one in spares) for one in (*spares, *left_out)
                 )
-                self.plan_reason = reason
+                self.plan_reason, self.upgrade = reason, None
+            case on.RoundCommitted(took_s=took_s):
+                self.round_s += took_s
             case on.ClusterEnded(at_s=at_s, cluster=cluster, is_lost=is_lost, is_replanned=is_replanned):
                 self.contributions.end(cluster, at_s)
                 if is_lost or is_replanned:  # the others are those of the whole run
@@ -128,6 +132,12 @@ class RunHistory:
         if len(self.members) > _MAX_CLUSTERS:
             del self.members[next(iter(self.members))]
         self.contributions.form(cluster, members, shares)
+
+    def add_simulation(self, cluster: str, simulation: dict[str, Any]) -> None:
+        """Add the simulated timeline of a cluster to its plan, unless it has ended."""
+        if (row := self.plans.get(cluster)) is not None:
+            content = {**row.content, "simulation": simulation}
+            self.plans[cluster] = msgspec.structs.replace(row, content=content)
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """Record a line of `metrics.jsonl`; lines of other forms are ignored."""

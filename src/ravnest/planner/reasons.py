@@ -40,7 +40,10 @@ def format_rate(samples_per_s: float) -> str:
 
 
 def format_transfers(moved: StateTransfers) -> str:
-    return f"{format_bytes(moved.num_bytes)} move in {moved.longest_s:.3g} s" if moved.num_bytes else "nothing moves"
+    if not moved.num_bytes:
+        return "nothing moves"
+    took = "less than 1 ms" if moved.longest_s < 1e-3 else format_seconds(moved.longest_s)
+    return f"{format_bytes(moved.num_bytes)} move in {took}"
 
 
 def explain_partition(problem: Problem, found: Partition) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ravnest.coordinator.events import ClusterSpec, IdleNode
-from ravnest.coordinator.planning import plan_in_subprocess
+from ravnest.coordinator.planning import plan_in_subprocess, upgrade_in_subprocess
 from ravnest.coordinator.requester import PlannedClusters, RingShape, StageFiles
 from ravnest.core.schedule import StageSchedule, stage_schedules
 from ravnest.graph import Program, Stage, dump, measure_costs, split
@@ -24,7 +24,9 @@ from ravnest.pipeline.config import StageConfig, TrainerConfig, roles
 from ravnest.pipeline.state import kind_and_name, owned, select
 from ravnest.planner import Chain
 from ravnest.planner.fleet import ClusterPlan, Fleet, FleetPlan, Machine, Task
+from ravnest.planner.partition.depth import LinkSeconds
 from ravnest.planner.rings import find_segments, order_ring
+from ravnest.planner.upgrade import Upgrade
 from ravnest.protocol.control import NodeProfile
 from ravnest.run.checkpoint.format import Checkpoint
 from ravnest.run.checkpoint.start import StartWeights
@@ -67,6 +69,14 @@ class ClusterBuilder:
     def find_better_plan(self, machines: Sequence[Machine], running: Sequence[str]) -> tuple[tuple[str, ...], str]:
         """Return the running clusters that a much better plan would replace, and the reason."""
         raise AssertionError("a subclass plans")
+
+    def find_upgrade(self, clusters: Sequence[str]) -> Upgrade | None:
+        """Return the change of one machine that would help these clusters most, if the planner made them."""
+        return None
+
+    def link_seconds(self, cluster: str) -> tuple[LinkSeconds, ...]:
+        """Return the expected seconds of a microbatch on each link of a cluster; empty if they take no time."""
+        return ()
 
     def rings(self, clusters: Sequence[ClusterSpec]) -> list[RingShape]:
         """Return a ring for every segment with tensors to average: the owners of the segment in all clusters."""
@@ -200,9 +210,26 @@ class FleetClusterBuilder(ClusterBuilder):
         replaced = tuple(name for name, row in rows.items() if (row.members, row.partition.cuts) not in kept)
         return replaced, result.reason
 
+    def find_upgrade(self, clusters: Sequence[str]) -> Upgrade | None:
+        """Return the change of one machine that would help these clusters most."""
+        plan, machines = self._running(clusters), self._machines
+        if plan is None:
+            return None
+        return upgrade_in_subprocess(
+            self._task_of([machines[name] for row in plan.clusters for name in row.members]), plan
+        )
+
+    def link_seconds(self, cluster: str) -> tuple[LinkSeconds, ...]:
+        """Return the expected seconds of a microbatch on each link of a cluster."""
+        row = self._rows.get(cluster)
+        return () if row is None else row.partition.link_seconds
+
     def _task(self, machines: Sequence[Machine]) -> Task:
+        self._machines = self._machines | {machine.name: machine for machine in machines}
+        return self._task_of(machines)
+
+    def _task_of(self, machines: Sequence[Machine]) -> Task:
         timed = self._timed
-        self._machines |= {machine.name: machine for machine in machines}
         fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
         task = timed.task(fleet, whole=self._min_stages == 1)
         return replace(task, min_stages=self._min_stages, slack=_SLACK, num_spares=self._num_spares)

@@ -36,11 +36,11 @@ _NICENESS = 5  # the run comes first
 class Reference:
     """A training of the same batches in a process of its own, which never trains a batch before the run has."""
 
-    def __init__(self, job: Path, *, seed: int, batches_per_update: int) -> None:
+    def __init__(self, job: Path, *, seed: int, batches_per_update: int, validation_batches: int) -> None:
         self._every = batches_per_update
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ravnest.run.reference", "--job", str(job), "--seed", str(seed),
-             "--batches-per-update", str(batches_per_update)],
+             "--batches-per-update", str(batches_per_update), "--validation-batches", str(validation_batches)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,
         )  # fmt: skip
@@ -103,7 +103,9 @@ def _allowed(lines: Iterator[str]) -> Iterator[int]:
         done = max(done, end)
 
 
-def _train(job: Job, seed: int, every: int, lines: Iterator[str]) -> Iterator[dict[str, float]]:
+def _train(
+    job: Job, seed: int, every: int, validation_batches: int, lines: Iterator[str]
+) -> Iterator[dict[str, float]]:
     require(callable(job.model) and job.loss is not None, "the job must have a builder of its model, and a loss")
     torch.manual_seed(seed)
     model: Any = job.model()  # type: ignore[operator]
@@ -124,7 +126,7 @@ def _train(job: Job, seed: int, every: int, lines: Iterator[str]) -> Iterator[di
             total = 0.0
     model.eval()
     with torch.no_grad():
-        held_out = list(islice(iter(job.validation or ()), job.config.validation_batches))
+        held_out = list(islice(iter(job.validation or ()), validation_batches))
         losses = [job.loss(model(inputs), targets).item() for inputs, targets in held_out]  # type: ignore[misc]
     if losses:
         yield {"held_out": sum(losses) / len(losses)}
@@ -137,12 +139,14 @@ def main() -> None:
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batches-per-update", type=int, default=1)
+    parser.add_argument("--validation-batches", type=int, default=32)
     options = parser.parse_args()
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     torch.set_num_threads(1)
     job = load_job(options.job).job
-    for values in _train(job, options.seed, options.batches_per_update, iter(sys.stdin)):
+    every, held_out = options.batches_per_update, options.validation_batches
+    for values in _train(job, options.seed, every, held_out, iter(sys.stdin)):
         sys.stdout.write(json.dumps(values) + "\n")
         sys.stdout.flush()
 

@@ -9,7 +9,7 @@ import pytest
 
 from ravnest.cli.dashboard import may_open_browser
 from ravnest.cli.demo_acts import ACTS, AddNode, CrashNode, DemoAction, DemoActs, DemoConfig, EndRun, Say
-from ravnest.cli.render_demo import Comparison, loss_picture, staleness_of
+from ravnest.cli.render_demo import Comparison, loss_picture, smoothed, staleness_of
 from ravnest.coordinator import events as on
 from ravnest.coordinator.events import ClusterSpec, Event
 from ravnest.protocol.control import NodeProfile
@@ -133,6 +133,7 @@ def test_losses_as_a_picture() -> None:
     assert any(row.endswith("·") for row in picture[1:6])
     assert "10 batches" in picture[7]
     assert loss_picture([], []) == "no loss was reported"
+    assert smoothed([(1, 4.0), (2, 2.0), (3, 0.0)], 2) == [(1, 4.0), (2, 3.0), (3, 1.0)]
 
 
 def test_staleness_is_counted_once_per_stage() -> None:

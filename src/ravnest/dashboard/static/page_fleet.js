@@ -25,7 +25,7 @@ export function fleetPage(store) {
     const live = [...store.all("cluster").values()].sort((a, b) => (a.id < b.id ? -1 : 1));
     const nodes = [...store.all("node").values()];
     const inside = new Set(live.flatMap((cluster) => cluster.members));
-    head.textContent = `${count(nodes.length, "node")}, ${count(live.length, "cluster")}. Each row is one copy of the model; data flows from left to right.`;
+    head.textContent = `${count(nodes.length, "node")}, ${count(live.length, "cluster")}. Each row is one copy of the model; data flows from stage to stage.`;
     if (!live.length) head.textContent = `${count(nodes.length, "node")}, no cluster yet: the coordinator waits until enough nodes are free.`;
     keyed(clusters, live, (c) => c.id, (c) => JSON.stringify([c, c.members.map((name, i) => memberState(store, c, name, i))]), (c, known) => clusterRow(store, c, known || isAll));
     const outside = nodes.filter((node) => !inside.has(node.name)).sort((a, b) => rank(a) - rank(b) || (a.name < b.name ? -1 : 1));
@@ -102,8 +102,16 @@ function stageCard(store, cluster, name, stage) {
       h("p", { class: "label" }, "memory", h("span", {}, used === undefined ? "–" : isLimited ? `${bytes(used)} / ${bytes(lent)}` : bytes(used))),
       isLimited ? meter(used / lent, `memory ${percent(used / lent)} used`, used > lent ? "over" : "") : null,
     ),
-    next === undefined ? null : h("span", { class: `link ${kind.split(" ")[0]}`, title: (link ?? back)?.reason || null }, h("span", { class: "kind" }, kind), h("span", { "aria-hidden": "true", class: "arrow" })),
+    next === undefined ? null : h("span", { class: `link ${kind.split(" ")[0]}`, title: (link ?? back)?.reason || null }, h("span", { class: "kind" }, kind), lineOf(node, store.get("node", next), kind), h("span", { "aria-hidden": "true", class: "arrow" })),
   );
+}
+
+// Bandwidth and latency of a link over the lines of two PCs, as measured when they joined.
+function lineOf(from, to, kind) {
+  if (!kind || kind === "unix" || kind === "memory" || !from?.profile || !to?.profile) return null;
+  const rate = Math.min(from.profile.up_bytes_per_s, to.profile.down_bytes_per_s);
+  const latency = from.profile.latency_s + to.profile.latency_s;
+  return h("span", { class: "kind" }, `${bytes(rate)}/s`, latency ? h("br") : null, latency ? seconds(latency) : null);
 }
 
 function otherNode(node, isFirst) {

@@ -76,7 +76,7 @@ export function nodePage(store, { announce, load }, name) {
     facts.replaceChildren(...list(node ? machine(node, place) : []));
     work.replaceChildren(...list(given ? contribution(store, given) : [["Contribution", "nothing yet"]]));
     if (isAll || changed.includes(`node/${name}`)) links.replaceChildren(linkTable(node));
-    const rows = store.events().filter((row) => row.nodes.includes(name)).slice(0, 40);
+    const rows = store.events().filter((row) => row.nodes.includes(name) && row.kind !== "LinkEstablished").slice(0, 40);
     empty.hidden = rows.length > 0;
     keyed(events, rows, (row) => row.number, () => "", eventLine);
   }

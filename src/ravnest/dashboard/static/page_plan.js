@@ -1,7 +1,7 @@
-// Plan: which node computes what and why, planned against real; which nodes are left out and why.
+// Plan: which node computes what and why, simulated against real; which nodes are left out and why; the best upgrade.
 
-import { card, h, nodeLink, table } from "./dom.js";
-import { bytes, number, percent, whole } from "./format.js";
+import { card, h, nodeLink, s, table } from "./dom.js";
+import { bytes, number, percent, seconds, whole } from "./format.js";
 
 const PLAN_COLUMNS = [
   { name: "Node", text: true }, { name: "Stage" }, { name: "Operations" }, { name: "Share of compute" }, { name: "Parameters" },
@@ -16,12 +16,13 @@ export function planPage(store) {
 
   function update(changed, isAll) {
     if (!isAll && !changed.some((key) => /^(run|plan\/|cluster\/|stage\/)/.test(key))) return;
-    const now = JSON.stringify([[...store.all("plan")], [...store.all("cluster")], [...store.all("stage")], store.run?.left_out]);
+    const now = JSON.stringify([[...store.all("plan")], [...store.all("cluster")], [...store.all("stage")], store.run?.left_out, store.run?.upgrade]);
     if (now === shown || body.contains(document.activeElement)) return; // a focused table is not replaced
     shown = now;
     const reason = store.run?.plan_reason;
     body.replaceChildren(
-      ...(reason ? [h("p", { class: "lead" }, reason)] : []),
+      ...(reason ? [h("p", { class: "lead" }, h("bdi", {}, reason))] : []),
+      ...(store.run?.upgrade ? [bestUpgrade(store.run.upgrade)] : []),
       ...[...store.all("plan")].sort().map(([id, plan]) => clusterPlan(store, id, plan)),
       leftOut(store.run?.left_out ?? []),
     );
@@ -51,7 +52,49 @@ function clusterPlan(store, id, plan) {
     h("p", { class: "note" }, text),
     content.reason ? h("p", {}, h("bdi", {}, content.reason)) : null,
     table(`Stages of cluster ${id}`, PLAN_COLUMNS, rows),
+    content.simulation ? timeline(store, id, plan) : null,
   );
+}
+
+function bestUpgrade(upgrade) {
+  const gain = `${number(upgrade.samples_per_s, 3)} samples/s in all, ${percent(upgrade.gain)} more than planned now.`;
+  return card("The upgrade that would help most", h("p", {}, nodeLink(upgrade.name), ": ", upgrade.change), h("p", {}, gain), h("p", { class: "note" }, h("bdi", {}, upgrade.reason)));
+}
+
+// One optimizer step of each stage on one time axis: every action as simulated, and the mean of the real steps.
+function timeline(store, id, plan) {
+  const { simulation, accumulate } = plan.content;
+  const real = plan.members.map((_, i) => realStep(store.get("stage", `${id}/${i}`), accumulate));
+  const length = Math.max(simulation.step_s, ...real.map((step) => (step ? step.compute + step.update + step.wait : 0)));
+  const bar = (label, boxes) =>
+    s("svg", { class: "stack", viewBox: "0 0 1000 10", preserveAspectRatio: "none", role: "img", "aria-label": label }, boxes);
+  const box = (kind, start, end) => s("rect", { class: kind, x: (1000 * start) / length, width: Math.max((1000 * (end - start)) / length, 0.5), height: 10 });
+  const rows = plan.members.flatMap((name, i) => {
+    const idle = simulation.step_s - simulation.busy_s[i];
+    const spans = simulation.spans.filter(([stage]) => stage === i);
+    const planned = [box("wait", 0, simulation.step_s), ...spans.map(([, kind, start, end]) => box(kind, start, end))];
+    const step = real[i];
+    const parts = step ? [box("compute", 0, step.compute), box("update", step.compute, step.compute + step.update), box("wait", step.compute + step.update, step.compute + step.update + step.wait)] : [];
+    return [
+      h("div", { class: "row" }, h("span", { class: "name" }, nodeLink(name), h("small", {}, "simulated")), bar(`simulated: busy ${seconds(simulation.busy_s[i])}, waiting ${seconds(idle)}`, planned), h("span", { class: "share" }, seconds(simulation.step_s))),
+      h("div", { class: "row real" }, h("span", { class: "name" }, h("small", {}, "real")), step ? bar(`real: computing ${seconds(step.compute)}, updating ${seconds(step.update)}, waiting ${seconds(step.wait)}`, parts) : h("span", { class: "note" }, "no step yet"), h("span", { class: "share" }, step ? seconds(step.compute + step.update + step.wait) : "")),
+    ];
+  });
+  const kinds = [["forward", "forward"], ["backward", "backward"], ["compute", "computing (forward and backward)"], ["update", "updating weights"], ["wait", "waiting"]];
+  return h(
+    "div",
+    { class: "bars timeline" },
+    h("h3", {}, "One optimizer step, simulated and real"),
+    h("p", { class: "note" }, "The simulation uses the planned times and the schedule of the workers; below it, the mean of the real steps since the cluster began. Both on one time axis."),
+    h("ul", { class: "legend" }, kinds.map(([kind, text]) => h("li", {}, h("span", { class: `swatch block ${kind}`, "aria-hidden": "true" }), text))),
+    rows,
+  );
+}
+
+function realStep(metrics, accumulate) {
+  const steps = metrics ? metrics.microbatches / accumulate : 0;
+  if (steps < 2) return null;
+  return { compute: Math.max(metrics.busy_s - metrics.step_s, 0) / steps, update: metrics.step_s / steps, wait: metrics.idle_s / (steps - 1) };
 }
 
 function leftOut(nodes) {

@@ -2,11 +2,12 @@
 
 import { Chart, smoothed } from "./chart.js";
 import { card, h, keyed, meter, nodeLink, s } from "./dom.js";
-import { clock, count, number, percent, seconds, whole } from "./format.js";
+import { bytes, clock, count, number, percent, seconds, whole } from "./format.js";
 
 const AXES = { step: ["step", 0, whole], samples: ["samples", 2, whole], time: ["time", 1, seconds] };
 const NUM_EVENTS = 12;
 const NUM_STAGES = 40;
+const NOMINAL_LINE = 5e9; // bytes/s: nodes of one machine have no line between them
 const MINOR = ["LinkEstablished", "NodeReady", "NodeEnrolled"]; // on the pages of their nodes
 
 export function runPage(store, { announce }) {
@@ -131,7 +132,8 @@ function summary(store) {
   const last = store.steps.at(-1);
   const held = store.evaluations.at(-1);
   const { real, planned } = store.rates();
-  const nodes = [...store.all("node").values()];
+  const all = [...store.all("node").values()];
+  const nodes = run.end_reason ? all : all.filter((node) => !["gone", "kicked", "enrolled"].includes(node.state));
   const training = nodes.filter((node) => node.state === "training").length;
   const recent = recentRate(store.steps);
   const stopped = run.end_reason || !planned;
@@ -174,9 +176,26 @@ function drawTime(store, place) {
   const rows = stages(store).map((row) => {
     const { busy_s, step_s, idle_s } = row.metrics;
     const parts = [["compute", Math.max(busy_s - step_s, 0)], ["update", step_s], ["wait", idle_s]];
-    return { ...row, parts, value: percent(busy_s / (busy_s + idle_s || 1)) };
+    return { ...row, parts, value: percent(busy_s / (busy_s + idle_s || 1)), note: lineUse(store, row) };
   });
-  place.replaceChildren(bars(store, rows, [["compute", "computing"], ["update", "updating weights"], ["wait", "waiting"]]));
+  place.replaceChildren(bars(store, rows, [["compute", "computing"], ["update", "updating weights"], ["wait", "waiting"]]), averagingTime(store));
+}
+
+// What a stage sends and receives, beside its work; of the line of its PC, where that was measured.
+function lineUse(store, { name, metrics }) {
+  const time = metrics.busy_s + metrics.idle_s;
+  if (!time) return "";
+  const profile = store.get("node", name)?.profile;
+  const share = (rate, limit) => (limit && limit < NOMINAL_LINE ? ` (${percent(rate / limit)} of its line)` : "");
+  const [up, down] = [metrics.sent_bytes / time, metrics.received_bytes / time];
+  return `sends ${bytes(up)}/s${share(up, profile?.up_bytes_per_s)}, receives ${bytes(down)}/s${share(down, profile?.down_bytes_per_s)}`;
+}
+
+function averagingTime(store) {
+  const { rounds, round_s } = store.run ?? {};
+  const trained = store.steps.at(-1)?.[1];
+  if (!rounds || !round_s) return h("p", { class: "note after" }, "No averaging yet.");
+  return h("p", { class: "note after" }, `Averaging, beside training: ${count(rounds, "round")} of ${seconds(round_s / rounds)} each, ${percent(round_s / trained)} of the time.`);
 }
 
 function drawStaleness(store, place) {
@@ -200,7 +219,7 @@ function bars(store, rows, kinds) {
     "div",
     { class: "bars" },
     h("ul", { class: "legend" }, kinds.map(([kind, text]) => h("li", {}, h("span", { class: `swatch block ${kind}`, "aria-hidden": "true" }), text))),
-    rows.slice(0, NUM_STAGES).map(({ cluster, stage, name, parts, value }) => {
+    rows.slice(0, NUM_STAGES).map(({ cluster, stage, name, parts, value, note }) => {
       const total = parts.reduce((sum, [, value]) => sum + value, 0) || 1;
       let x = 0;
       const boxes = parts.map(([kind, value]) => {
@@ -215,6 +234,7 @@ function bars(store, rows, kinds) {
         h("span", { class: "name" }, nodeLink(name), h("small", {}, several ? `${cluster.id} · ${stage}` : `stage ${stage}`)),
         s("svg", { class: "stack", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": text }, boxes),
         h("span", { class: "share" }, value),
+        note ? h("small", { class: "beside" }, note) : null,
       );
     }),
     rows.length > NUM_STAGES ? h("p", { class: "note" }, `The first ${NUM_STAGES} of ${count(rows.length, "stage")}; the others are on the pages of their nodes.`) : null,
