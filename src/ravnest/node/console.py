@@ -24,7 +24,8 @@ class AgentConsole:
         self._last = ""
         self._assignment: Assignment | None = None
         self._progress: tuple[float, int] | None = None  # time and microbatches at the last line about training
-        self.activity = ""
+        self._activity = ""
+        self._wait: tuple[str, float] | None = None  # the reason, and when it ends at the latest
         self.metrics: StageMetrics | None = None  # the latest of the present stage
         self.num_updates = self.num_microbatches = 0  # of the stages before
 
@@ -33,8 +34,16 @@ class AgentConsole:
         """The stage that this node has, if it has one."""
         return self._assignment
 
+    @property
+    def activity(self) -> str:
+        """What this node does now; a wait counts down."""
+        if self._wait is None:
+            return self._activity
+        reason, until_s = self._wait
+        return f"{reason} within {max(until_s - self._clock.now_s(), 0.0):.0f} s"
+
     def log(self, line: str) -> None:
-        self.activity = line
+        self._activity, self._wait = line, None
         if line != self._last:
             self._last = line
             self._write(line)
@@ -56,6 +65,8 @@ class AgentConsole:
     def waiting(self, reason: str, within_s: float | None) -> None:
         """Print why this node waits, and for how long at most."""
         self.log(reason if within_s is None else f"{reason} within {within_s:.0f} s")
+        if within_s is not None:
+            self._wait = reason, self._clock.now_s() + within_s
 
     def worker_lost(self, reason: str, wait_s: float, log: Path) -> None:
         self.log(f"{reason}; starting another in {wait_s:.1f} s. Its log: {log}")

@@ -94,6 +94,23 @@ def test_the_console_prints_each_change_once() -> None:
     assert console.activity == "free: cluster c1 ended"
 
 
+def test_the_activity_of_a_waiting_node_counts_down() -> None:
+    lines: list[str] = []
+    clock = ManualClock()
+    console = AgentConsole(lines.append, clock)
+    console.waiting("waits for 2 more nodes", None)
+    assert console.activity == "waits for 2 more nodes"
+    console.waiting("waits for more nodes: training begins", 8.0)
+    clock.advance(3.0)
+    assert console.activity == "waits for more nodes: training begins within 5 s"
+    clock.advance(30.0)
+    console.note("2 agents share this PC")
+    assert console.activity == "waits for more nodes: training begins within 0 s"
+    console.log("loading")
+    assert console.activity == "loading"
+    assert lines[1:3] == ["waits for more nodes: training begins within 8 s", "2 agents share this PC"]
+
+
 def test_the_line_about_joining() -> None:
     profile = NodeProfile(memory_bytes=4 * 10**9, gflops=38.04, up_bytes_per_s=2.5e6)
     assert joined("attic", profile) == "joined as attic: 4.0 GB, 38 GFLOP/s, 20 Mbit/s up"
