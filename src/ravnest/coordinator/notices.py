@@ -31,6 +31,8 @@ def wait_of(state: CoordinatorState, name: str, now_s: float, policy: Membership
             return None
         return f"waits until {' and '.join(others)} {'is' if len(others) == 1 else 'are'} ready", None
     if name in plan.nodes:
+        if plan.due_s is not None and plan.due_s <= now_s:
+            return "waits for the plan that is being computed", None
         if plan.due_s is not None:
             number = f"{plan.num_arriving} more node{'' if plan.num_arriving == 1 else 's'}"
             return f"waits for {number if plan.num_arriving else 'more nodes'}: training begins", plan.due_s

@@ -27,6 +27,7 @@ def test_each_wait_has_a_reason() -> None:
     assert wait(state, "attic", 13.0) == ("waits for 1 more node", None)
     apply(state, connected(14.0, "den"))
     assert wait(state, "attic", 15.0) == ("waits for more nodes: training begins", 19.0)
+    assert wait(state, "attic", 19.0) == ("waits for the plan that is being computed", None)
     apply(state, on.NodeEnrolled(15.0, "eaves", "key", ""))
     assert wait(state, "attic", 15.0) == ("waits for 1 more node: training begins", 34.0)
     apply(state, planned(19.0, cluster(1, "attic", "barn"), idle=["den"]))
