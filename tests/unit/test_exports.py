@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import typer
 import ravnest
 import ravnest.graph
 from ravnest import TrainingConfig
-from ravnest.cli.main import app
+from ravnest.cli.main import app, user_frames
 
 RunCli = Callable[..., tuple[int, str, str]]
 JOB = Path(ravnest.__file__).parent / "examples" / "char_gpt.py"
@@ -178,3 +179,20 @@ def test_a_wrong_flag_is_a_sentence() -> None:
     done = ravnest_command("demo", "--steps", "one")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_libraries_of_the_user_or_the_system_are_not_the_users_code(folder: str, tmp_path: Path) -> None:
+    """As with `pip install --user`: the end of every command passes through typer, which must not look like a job."""
+    place = tmp_path / "lib" / folder
+    place.mkdir(parents=True)
+    source = place / "library.py"
+    source.write_text("def leave():\n    raise SystemExit(0)\n")
+    spec = spec_from_file_location("library", source)
+    assert spec is not None
+    assert spec.loader is not None
+    library = module_from_spec(spec)
+    spec.loader.exec_module(library)
+    with pytest.raises(SystemExit) as raised:
+        library.leave()
+    assert [Path(frame.filename) for frame in user_frames(raised.value)] == [Path(__file__)]

@@ -34,7 +34,7 @@ from ravnest.cli.ticket import ticket
 from ravnest.cli.train import train
 from ravnest.errors import RavnestError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "user_frames"]
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
@@ -100,6 +100,8 @@ _LIBRARIES = tuple(
     Path(path) for path in {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
+_LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
+
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of the user's own code, if that code raised the error, directly or in a library."""
@@ -108,6 +110,13 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
         path = Path(frame.filename)
         if path.is_relative_to(_PACKAGE):
             own = []  # the code of Ravnest was called after the user's
-        elif path.is_file() and not any(path.is_relative_to(library) for library in _LIBRARIES):
+        elif path.is_file() and not _is_library(path):
             own.append(frame)
     return own
+
+
+def _is_library(path: Path) -> bool:
+    """Return whether a file is part of an installed library, also one of the user's own or of the system."""
+    return any(path.is_relative_to(library) for library in _LIBRARIES) or bool(
+        _LIBRARY_FOLDERS.intersection(path.parts)
+    )
