@@ -117,6 +117,5 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def _is_library(path: Path) -> bool:
     """Return whether a file is part of an installed library, also one of the user's own or of the system."""
-    return any(path.is_relative_to(library) for library in _LIBRARIES) or bool(
-        _LIBRARY_FOLDERS.intersection(path.parts)
-    )
+    is_known = any(path.is_relative_to(library) for library in _LIBRARIES)
+    return is_known or not _LIBRARY_FOLDERS.isdisjoint(path.parts)

@@ -119,10 +119,13 @@ class CallbackThread:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._queue.close()
-        self._thread.join(_WAIT_S)
-        while self._thread.is_alive():
-            _LOG.warning("waiting for callbacks to handle %d events; Ctrl-C leaves them out", len(self._queue))
+        try:
             self._thread.join(_WAIT_S)
+            while self._thread.is_alive():
+                _LOG.warning("waiting for callbacks to handle %d events; Ctrl-C leaves them out", len(self._queue))
+                self._thread.join(_WAIT_S)
+        except KeyboardInterrupt:
+            _LOG.warning("%d events were not delivered to callbacks", len(self._queue))
         if self._queue.num_left_out:
             _LOG.warning("%d steps were not delivered to callbacks, which were too slow", self._queue.num_left_out)
 

@@ -20,13 +20,16 @@ class WandbTracker(Tracker):
         **options: Further arguments of `wandb.init`.
 
     Raises:
-        ValueError: The library is not installed.
+        ValueError: The library is not installed, or it has no API key and is not offline.
     """
 
     def __init__(self, project: str | None = None, **options: Any) -> None:
         super().__init__()
         self._project, self._options = project or os.environ.get("WANDB_PROJECT") or "ravnest", options
         self._library = require_library("wandb", "wandb")
+        is_local = (options.get("mode") or os.environ.get("WANDB_MODE")) in ("offline", "disabled", "dryrun")
+        if not is_local and not self._library.login(prompt=False, verify=False):
+            raise ValueError("tracking with wandb needs its API key: run `wandb login`, or set WANDB_MODE=offline")
 
     def open(self, event: StartEvent, parameters: Mapping[str, Any]) -> None:
         """Begin or continue the run; metrics have the run's own step, so that a step may be logged again."""

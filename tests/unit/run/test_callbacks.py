@@ -140,6 +140,23 @@ def test_training_does_not_wait_for_a_slow_callback(caplog: pytest.LogCaptureFix
     assert "2 steps were not delivered" in left_out
 
 
+def test_ctrl_c_leaves_out_a_callback_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    class Hanging(Callback):
+        def on_step(self, event: StepEvent) -> None:
+            begun.set()
+            may_go_on.wait(60)
+
+    with caplog.at_level(logging.WARNING), CallbackThread([Hanging()], StopRequest()) as thread:
+        for number in (1, 2, 3):
+            thread.put(step(number))
+        assert begun.wait(60)
+        thread._thread.join = _interrupted  # type: ignore[method-assign]
+    assert [record.getMessage() for record in caplog.records] == ["2 events were not delivered to callbacks"]
+    may_go_on.set()
+
+
 @pytest.mark.parametrize("wrong", [Recorder, print, "tensorboard"], ids=str)
 def test_what_is_no_callback_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"objects of subclasses of ravnest.Callback, got"):

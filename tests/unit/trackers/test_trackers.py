@@ -154,6 +154,18 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config["seed"] == "7"
 
 
+@pytest.mark.skipif(missing("wandb"), reason="needs the extra wandb")
+def test_wandb_without_a_key_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for an answer at the terminal."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="run `wandb login`, or set WANDB_MODE=offline"):
+        make_trackers(["wandb"])
+
+
 @pytest.mark.skipif(missing("mlflow") or missing("sqlalchemy"), reason="needs the extra mlflow")
 def test_mlflow_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
