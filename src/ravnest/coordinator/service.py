@@ -63,7 +63,6 @@ from ravnest.transport.ticket import Ticket, new_token
 __all__ = ["CoordinatorServer", "CoordinatorConfig"]
 
 _FLUSH_S = 0.25
-_GOODBYE_S = 3.0  # for nodes whose connection is interrupted to come back and be told that the run has ended
 _FREQUENT = (LeaseGranted, LeaseSettled, ConnectionRejected)  # frequent, and written together
 _MAX_ADDRESSES = 6
 
@@ -256,7 +255,7 @@ class CoordinatorServer:
             coordinator.say_goodbye(name, is_run_over=is_over)
         await asyncio.sleep(0.2 if coordinator.sessions else 0)  # let `Disconnect` messages be sent
         if is_over and is_incomplete:
-            await asyncio.sleep(_GOODBYE_S)
+            await asyncio.sleep(self.config.timeouts.reconnect_s)
         await self._closing.aclose()
         self._journal.flush(sync=True)
         self._journal.close()

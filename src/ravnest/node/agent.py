@@ -24,6 +24,7 @@ from ravnest.core.units import format_seconds
 from ravnest.errors import LinkError, RavnestError, RequestRejected
 from ravnest.node.client import Client
 from ravnest.node.console import AgentConsole, joined, thanks
+from ravnest.node.host_share import Share
 from ravnest.node.measurement import with_line
 from ravnest.node.membership import Membership
 from ravnest.node.offer import PcOffer, describe_share
@@ -209,18 +210,20 @@ class Agent:
     async def _watch_share(self) -> None:
         """Adapt the offer when other agents of this PC come or go."""
         while self._offer is not None:
+            if (found := self._offer.changed()) is not None:
+                self._change_offer(*found)
             await asyncio.sleep(_SHARE_S)
-            if (found := self._offer.changed()) is None or self._profile is None:
-                continue
-            offered, share = found
-            self._profile = msgspec.structs.replace(
-                self._profile, memory_bytes=offered.memory_bytes, gflops=offered.gflops, threads=offered.threads
-            )
-            self._reconciler.max_weights_bytes = offered.memory_bytes
-            self._supervisor.set_profile(self._profile)
-            self._console.note(describe_share(share))
-            if self._is_welcome:  # otherwise the hello carries it
-                self._outbox.put(ProfileChanged(self._profile))
+
+    def _change_offer(self, offered: NodeProfile, share: Share) -> None:
+        assert self._profile is not None, "the PC was measured before"
+        self._profile = msgspec.structs.replace(
+            self._profile, memory_bytes=offered.memory_bytes, gflops=offered.gflops, threads=offered.threads
+        )
+        self._reconciler.max_weights_bytes = offered.memory_bytes
+        self._supervisor.set_profile(self._profile)
+        self._console.note(describe_share(share))
+        if self._is_welcome:  # otherwise the hello carries it
+            self._outbox.put(ProfileChanged(self._profile))
 
     async def _stay_connected(self) -> None:
         backoff, failures, max_wait_s = Backoff(), 0, self._config.max_wait_s

@@ -31,9 +31,9 @@ from ravnest.transport.identity import Identity, make_authority, make_key, make_
 from tests.unit.coordinator.clients import TIMEOUT_S, FakeNode, enrolled
 
 QUICK_POLICY = MembershipPolicy(settle_s=0.05, heartbeat_s=1.0, forming_timeout_s=5.0, quarantine_s=60.0)
-TIMEOUTS = HttpTimeouts(goodbye_s=0.4, rejection_log_s=0.05)
+TIMEOUTS = HttpTimeouts(goodbye_s=0.4, reconnect_s=0.05, rejection_log_s=0.05)
 SHORT_TIMEOUTS = HttpTimeouts(
-    request_s=1.0, hello_s=1.0, body_s=1.0, send_s=1.0, goodbye_s=0.4, rejection_log_s=0.05
+    request_s=1.0, hello_s=1.0, body_s=1.0, send_s=1.0, goodbye_s=0.4, reconnect_s=0.05, rejection_log_s=0.05
 )  # to see it end
 SHORT_ALPN = AlpnServerConfig(handshake_s=1.0, first_byte_s=1.0)
 

@@ -11,6 +11,7 @@ from ravnest.coordinator.policy.membership import MembershipPolicy, plan_wait
 from ravnest.coordinator.state import CoordinatorState
 from ravnest.protocol.control import Waiting
 from tests.unit.coordinator.attacks import run, running_coordinator
+from tests.unit.coordinator.clients import FakeNode
 from tests.unit.coordinator.histories import cluster, connected, planned, state_of
 
 POLICY = MembershipPolicy(min_nodes=3, settle_s=5.0)
@@ -50,8 +51,8 @@ def test_a_node_is_told_once_and_again_when_it_reconnects(tmp_path: Path) -> Non
         async with running_coordinator(tmp_path, membership=MembershipPolicy(min_nodes=2, heartbeat_s=1.0)) as server:
             async with await server.node("ann") as ann:
                 assert await ann.receive(Waiting) == Waiting("waits for 1 more node")
-            async with await server.node("ann") as ann, await server.node("bob") as bob:
-                assert await ann.receive(Waiting) == Waiting("waits for 1 more node")
+            async with FakeNode(ann.identity, server.address) as again, await server.node("bob") as bob:
+                assert await again.receive(Waiting) == Waiting("waits for 1 more node")
                 told = await bob.receive(Waiting, lambda message: message.within_s is not None)
                 assert told.reason == "waits for more nodes: training begins"
                 assert told.within_s is not None

@@ -26,6 +26,7 @@ class HttpTimeouts:
     body_s: float = 30.0
     send_s: float = 20.0  # one message to a node
     goodbye_s: float = 2.0
+    reconnect_s: float = 3.0  # for interrupted nodes to come back at the end of the run, and be told of it
     rejection_log_s: float = 5.0  # between two events of rejected connections
 
     def __post_init__(self) -> None:
