@@ -173,18 +173,25 @@ class FleetClusterBuilder(ClusterBuilder):
         synchronous: bool,
         min_stages: int,
         num_spares: int = 0,
+        reference_gflops: float | None = None,
     ) -> None:
+        """`reference_gflops` is the speed of this machine, measured as those of the members; None: on the program.
+
+        Small operations take time without many FLOPs, on every machine: a member that is as fast as this machine on
+        the reference mix takes as long as this machine for the program.
+        """
         super().__init__(
             program, timed.chain, trainer, folder, start, accumulate=timed.accumulate, microbatch=timed.microbatch
         )
         self._timed = timed
+        self._reference_gflops = reference_gflops or timed.gflops
         self._synchronous, self._min_stages, self._num_spares = synchronous, min_stages, num_spares
         self._rows: dict[str, ClusterPlan] = {}
 
     @property
     def gflops(self) -> float:
-        """The speed of this machine on the program, with one thread."""
-        return self._timed.gflops
+        """The speed of this machine with one thread, to which the speeds of members are compared."""
+        return self._reference_gflops
 
     def plan(
         self, machines: Sequence[Machine], generation: int, failed_clusters: Sequence[str] = ()
@@ -230,7 +237,7 @@ class FleetClusterBuilder(ClusterBuilder):
 
     def _task_of(self, machines: Sequence[Machine]) -> Task:
         timed = self._timed
-        fleet = Fleet(machines=tuple(replace(m, speed=m.speed / timed.gflops) for m in machines))
+        fleet = Fleet(machines=tuple(replace(m, speed=m.speed / self.gflops) for m in machines))
         task = timed.task(fleet, whole=self._min_stages == 1)
         return replace(task, min_stages=self._min_stages, slack=_SLACK, num_spares=self._num_spares)
 

@@ -9,7 +9,7 @@ from ravnest.coordinator.policy.membership import MembershipPolicy
 from ravnest.coordinator.policy.replication import ReplicationPolicy
 from ravnest.coordinator.service import CoordinatorConfig
 from ravnest.core.units import parse_seconds
-from ravnest.profiling.speed import Workload
+from ravnest.profiling.speed import Workload, measure_speed
 from ravnest.run.cluster_builder import FleetClusterBuilder
 from ravnest.run.coordinator_thread import coordinators_directory
 from ravnest.run.fleet_plan import time_job
@@ -20,6 +20,7 @@ from ravnest.transport.address import parse_address
 __all__ = ["fleet_builder", "fleet_coordinator"]
 
 _ALL_INTERFACES = "*"
+_REFERENCE_S = 1.0
 
 
 def fleet_builder(job: TracedJob, view: ProgressView) -> FleetClusterBuilder:
@@ -33,6 +34,7 @@ def fleet_builder(job: TracedJob, view: ProgressView) -> FleetClusterBuilder:
     builder = FleetClusterBuilder(
         job.program, timed, job.trainer, job.folder, job.start_weights, synchronous=config.is_synchronous,
         min_stages=config.least_stages, num_spares=config.spares,
+        reference_gflops=measure_speed(threads=1, budget_s=_REFERENCE_S).gflops if config.listens else None,
     )  # fmt: skip
     builder.checkpoint = job.start
     return builder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,16 @@ from ravnest.core.schedule import StageSchedule, stage_schedules
 from ravnest.graph import Costs, Program, measure_costs, trace
 from ravnest.graph.timing import OpSeconds
 from ravnest.pipeline import staleness as corrections
+from ravnest.pipeline.config import TrainerConfig
 from ravnest.pipeline.optimizers import SGD, AdamW, Optimizer
 from ravnest.pipeline.staleness import Correction
+from ravnest.planner.fleet import Machine
 from ravnest.profiling.overhead import StageOverhead, measure_overhead, with_overhead
+from ravnest.profiling.speed import Workload
 from ravnest.run import plan as plan_module
+from ravnest.run.checkpoint.start import StartWeights
+from ravnest.run.cluster_builder import FleetClusterBuilder
+from ravnest.run.fleet_plan import time_job
 from ravnest.run.job import Job
 from ravnest.run.plan import Cores, LocalPlanOptions, PipelinePlan, chain_of, expected_rate, plan_local, time_local
 
@@ -152,3 +159,17 @@ def test_speeds_that_are_none(speeds: str) -> None:
 
 def test_speeds_are_for_each_node() -> None:
     assert ravnest.TrainingConfig(on="local:3", speeds="1,0.5,0.25").speed_of == (1.0, 0.5, 0.25)
+
+
+def test_members_are_compared_with_this_machine_on_one_measure(fixed_op_times: None, tmp_path: Path) -> None:
+    program = model()
+    config = TrainingConfig(on=":7700")
+    timed = time_job(Workload(program, 4), AdamW(1e-3), config, accumulate=2)
+    trainer = TrainerConfig(optimizer=AdamW(1e-3), correction=corrections.DEFAULT)
+    machines = [Machine(name="as-fast", speed=20.0), Machine(name="half", speed=10.0)]
+    for reference, speeds in ((20.0, [1.0, 0.5]), (None, [20.0 / timed.gflops, 10.0 / timed.gflops])):
+        builder = FleetClusterBuilder(
+            program, timed, trainer, tmp_path, StartWeights(program, 0), synchronous=False, min_stages=2,
+            reference_gflops=reference,
+        )  # fmt: skip
+        assert [machine.speed for machine in builder._task(machines).fleet.machines] == pytest.approx(speeds)
