@@ -156,7 +156,7 @@ class NodeLostEvent(TrainingEvent, frozen=True, kw_only=True):
 
 
 class CheckpointEvent(TrainingEvent, frozen=True, kw_only=True):
-    """A checkpoint is complete. Its step is in its name.
+    """A checkpoint is complete. `step` is the step whose state it holds; later steps may be done.
 
     Attributes:
         path: Its directory.

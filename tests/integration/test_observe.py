@@ -93,7 +93,8 @@ def test_callbacks_get_what_the_run_reports(tmp_path: Path) -> None:
     assert steps[-1].staleness == 1.0, "asynchronous with one step of delay"
     assert len(steps[-1].stages) == 2
     assert [(e.step, e.loss) for e in recorder.of(EvaluationEvent)] == [(e["step"], e["loss"]) for e in run.evaluations]
-    assert [e.path.name for e in recorder.of(CheckpointEvent)] == ["step-000006", "step-000012"]
+    saved = [(e.step, e.path.name) for e in recorder.of(CheckpointEvent)]
+    assert saved == [(6, "step-000006"), (12, "step-000012")]
     assert isinstance(end, EndEvent)
     assert (end.step, end.outcome, end.model) == (12, "finished", run.folder / "model.safetensors")
     shown = run._repr_html_()

@@ -14,40 +14,15 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from ravnest.events import Callback, StepEvent, StopTraining, TrainingEvent
+from ravnest.run.stop import StopRequest
 
-__all__ = ["CallbackThread", "EventQueue", "StopRequest"]
+__all__ = ["CallbackThread", "EventQueue"]
 
 _LOG = logging.getLogger("ravnest.callback")
 
 _MAX_EVENTS = 10_000
 _LAGGING_EVENTS = 1_000
 _WAIT_S = 10.0  # between two messages about callbacks that have not ended
-
-
-class StopRequest:
-    """A request to end a run: after the steps in flight, or at once (`abort`). For any thread."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self._is_aborted = False
-
-    @property
-    def is_requested(self) -> bool:
-        return self.reason is not None
-
-    def request(self, reason: str) -> None:
-        """End the run as after its last step; the first reason counts."""
-        self.reason = self.reason if self.reason is not None else reason
-
-    def abort(self) -> None:
-        """End the run at once, without saving."""
-        self.request("interrupted")
-        self._is_aborted = True
-
-    def check(self) -> None:
-        """Raise `KeyboardInterrupt` if the run is to end at once."""
-        if self._is_aborted:
-            raise KeyboardInterrupt
 
 
 class EventQueue:

@@ -10,12 +10,9 @@ This thread iterates the user's data and shows progress; the coordinator's loop 
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ravnest import __version__
@@ -30,7 +27,6 @@ from ravnest.coordinator.status import RuntimeStatus
 from ravnest.core.metrics import StageMetrics
 from ravnest.dashboard.contributions import NodeContribution
 from ravnest.errors import NotFinite, RavnestError, WorkerLost
-from ravnest.run.callback_thread import StopRequest
 from ravnest.run.checkpoint.start import gather
 from ravnest.run.cluster_builder import ClusterBuilder
 from ravnest.run.cluster_progress import ClusterProgress, RunMonitor
@@ -45,36 +41,10 @@ from ravnest.run.metrics import MetricsFile, Progress, ProgressView
 from ravnest.run.plan import PipelinePlan
 from ravnest.run.requester import EventOccurred, NodeMessage, RunRequester, part_path
 from ravnest.run.result import Run
+from ravnest.run.stop import Interrupt, StopRequest
 from ravnest.run.traced_job import TracedJob
 
 __all__ = ["train"]
-
-
-class Interrupt:
-    """A context in which the first Ctrl-C only requests the run's end; the next one has its usual effect.
-
-    Outside the main thread it does nothing.
-    """
-
-    def __init__(self, stop: StopRequest) -> None:
-        self._stop = stop
-        self._before: Any = None
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.getsignal(signal.SIGINT)
-            signal.signal(signal.SIGINT, self._request)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _request(self, number: int, frame: object) -> None:
-        self._stop.request("Ctrl-C")
-        signal.signal(signal.SIGINT, self._before)
 
 
 _TIMEOUT_S = 600.0
@@ -380,14 +350,14 @@ class RunDriver:
         monitor = self._monitor
         if self._is_over():
             self._queue.close()
-        if self._stop.is_requested:
-            self._view.message(f"stopped: {self._stop.reason}")
         if not monitor.began_s and not self._queue.produced:
             raise RavnestError("no batch was trained: nothing is saved")
         if self._stop.is_requested and not monitor.began_s:
             raise RavnestError("stopped before any cluster trained: nothing is saved")
         if self._stop.is_requested:
-            self._view.message("stopping after the batches in flight, then saving; Ctrl-C again ends at once")
+            self._view.message(
+                f"{self._stop.reason}: stopping after the batches in flight, then saving; Ctrl-C again ends at once"
+            )
         monitor.pump_until(self._all_settled)
         self._thread.call(lambda coordinator: coordinator.running.end_training())
         monitor.pump_until(self._all_updated, _TIMEOUT_S, "the last updates")

@@ -105,9 +105,9 @@ class EventFeed:
             )
         )  # fmt: skip
 
-    def checkpoint_done(self, path: Path) -> None:
+    def checkpoint_done(self, path: Path, step: int) -> None:
         """Called in the thread that completes a checkpoint."""
-        self._emit(CheckpointEvent(path=path, **self._position))
+        self._emit(CheckpointEvent(path=path, **{**self._position, "step": step}))
 
     def handle_event(self, event: on.Event) -> None:
         """Handle an event of the coordinator."""

@@ -30,7 +30,7 @@ from ravnest.graph.pretrained import Pretrained
 from ravnest.graph.verify import verify
 from ravnest.pipeline.optimizers import AdamW, Optimizer
 from ravnest.profiling.speed import Workload
-from ravnest.run.callback_thread import CallbackThread, StopRequest
+from ravnest.run.callback_thread import CallbackThread
 from ravnest.run.checkpoint.format import Checkpoint
 from ravnest.run.checkpoint.resume import check_same, open_checkpoint
 from ravnest.run.checkpoint.writer import fetch_checkpoint, is_url
@@ -40,6 +40,7 @@ from ravnest.run.event_feed import EventFeed
 from ravnest.run.metrics import ProgressView
 from ravnest.run.model_check import CannotVerify, check_model, progress_messages, verification_folder
 from ravnest.run.result import Run
+from ravnest.run.stop import StopRequest
 from ravnest.run.stream import EventStream
 from ravnest.run.traced_job import TracedJob
 from ravnest.trackers import make_trackers

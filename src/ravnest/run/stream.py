@@ -10,9 +10,10 @@ from types import TracebackType
 import torch
 
 from ravnest.events import Callback, EndEvent, StartEvent, TrainingEvent
-from ravnest.run.callback_thread import EventQueue, StopRequest
+from ravnest.run.callback_thread import EventQueue
 from ravnest.run.html import folder_html
 from ravnest.run.result import Run
+from ravnest.run.stop import StopRequest
 
 __all__ = ["EventStream"]
 

@@ -21,7 +21,8 @@ from ravnest.events import (
     StopTraining,
     TrainingEvent,
 )
-from ravnest.run.callback_thread import CallbackThread, EventQueue, StopRequest
+from ravnest.run.callback_thread import CallbackThread, EventQueue
+from ravnest.run.stop import StopRequest
 from ravnest.run.stream import EventStream
 
 AT: dict[str, Any] = {"samples": 0, "seconds": 0.0}

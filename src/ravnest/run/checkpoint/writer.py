@@ -169,7 +169,7 @@ class RunCheckpoints:
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._completed: set[tuple[str, int]] = set()  # cluster and update
         self._steps: dict[tuple[str, int], int] = {}  # of those that are complete or on their way
-        self.on_complete: Callable[[Path], None] = lambda path: None  # called in the thread that completes it
+        self.on_complete: Callable[[Path, int], None] = lambda path, step: None  # in the thread that completes it
         if config.every:
             clear_drafts(run)
 
@@ -266,7 +266,7 @@ class RunCheckpoints:
             checkpoint = draft.complete(msgspec.structs.replace(pending.manifest, frozen=self._frozen()))
             self._completed.add((pending.cluster, draft.updates))
             prune(self._run, self.config.keep)
-            self.on_complete(checkpoint.folder)
+            self.on_complete(checkpoint.folder, draft.step)
         except (OSError, RavnestError) as error:
             draft.discard()
             self._messages.put(_not_written(draft.step, str(error)))
