@@ -278,6 +278,9 @@ def test_a_thousand_nodes_are_drawn(tmp_path: Path) -> None:
             assert await page.run("document.querySelectorAll('.others li').length") == 40
             server.connect("newcomer")
             await page.until("document.querySelector('.others').textContent.includes('newcomer')")
+            await show(page, "plan")
+            await page.until("document.querySelector('main').innerText.includes('The first 12 of 120 clusters')")
+            assert await page.run("document.querySelectorAll('main table').length") == 12
             assert page.errors == []
 
     run(test())

@@ -1,8 +1,9 @@
 // Contributions: the work of every node, from the leases; it adds up to the samples of the run.
 
 import { h, meter, nodeLink, table } from "./dom.js";
-import { bytes, number, percent, seconds, whole } from "./format.js";
+import { bytes, count, number, percent, seconds, whole } from "./format.js";
 
+const MAX_ROWS = 200; // the others are one row
 const GIVEN_COLUMNS = [
   { name: "Node", text: true }, { name: "Share" }, { name: "Work (samples)" }, { name: "Batches" }, { name: "Time in clusters" },
   { name: "Computing" }, { name: "Sent" }, { name: "Received" },
@@ -32,13 +33,17 @@ export function contributionsPage(store) {
 
 function contributions(store, rows) {
   const run = store.one("given-total") ?? {};
-  const sum = (name) => rows.reduce((total, [, given]) => total + given[name], 0);
+  const sum = (name, of = rows) => of.reduce((total, [, given]) => total + given[name], 0);
   const work = sum("work");
-  const lines = rows.map(([name, g]) => [
-    nodeLink(name), h("span", { class: "share" }, meter(work ? g.work / work : 0, "share of the work"), percent(work ? g.work / work : NaN, 1)), number(g.work, g.work < 100 ? 4 : 9),
+  const share = (part) => h("span", { class: "share" }, meter(work ? part / work : 0, "share of the work"), percent(work ? part / work : NaN, 1));
+  const lines = rows.slice(0, MAX_ROWS).map(([name, g]) => [
+    nodeLink(name), share(g.work), number(g.work, g.work < 100 ? 4 : 9),
     whole(g.batches), seconds(g.seconds), seconds(g.busy_s), bytes(g.sent_bytes), bytes(g.received_bytes),
   ]);
-  const total = ["Sum", percent(1), number(work, 9), "", seconds(sum("seconds")), seconds(sum("busy_s")), bytes(sum("sent_bytes")), bytes(sum("received_bytes"))];
+  const sums = (of) => [seconds(sum("seconds", of)), seconds(sum("busy_s", of)), bytes(sum("sent_bytes", of)), bytes(sum("received_bytes", of))];
+  const others = rows.slice(MAX_ROWS);
+  if (others.length) lines.push([count(others.length, "other node"), share(sum("work", others)), number(sum("work", others), 9), "", ...sums(others)]);
+  const total = ["Sum", percent(1), number(work, 9), "", ...sums(rows)];
   const settled = run.settled ?? 0;
   const missing = Math.max(settled - (run.batches ?? 0), 0);
   const text = `The leases count ${whole(settled)} settled batches; ${whole(run.batches)} of them, with ${whole(run.samples)} samples, are in this table` +

@@ -1,7 +1,9 @@
 // Plan: which node computes what and why, simulated against real; which nodes are left out and why; the best upgrade.
 
-import { card, h, nodeLink, s, table } from "./dom.js";
-import { bytes, number, percent, seconds, whole } from "./format.js";
+import { card, h, keyed, nodeLink, s, table } from "./dom.js";
+import { bytes, count, number, percent, seconds, whole } from "./format.js";
+
+const MAX_DRAWN = 12; // clusters
 
 const PLAN_COLUMNS = [
   { name: "Node", text: true }, { name: "Stage" }, { name: "Operations" }, { name: "Share of compute" }, { name: "Parameters" },
@@ -10,25 +12,34 @@ const PLAN_COLUMNS = [
 ];
 
 export function planPage(store) {
-  const body = h("div", { class: "stack-cards" });
-  const element = h("div", { class: "page" }, h("h1", {}, "Plan"), body);
+  const head = h("div", { class: "stack-cards" });
+  const clusters = h("div", { class: "stack-cards" });
+  const rest = h("div", { class: "stack-cards" });
+  const element = h("div", { class: "page" }, h("h1", {}, "Plan"), head, clusters, rest);
   let shown = "";
 
   function update(changed, isAll) {
     if (!isAll && !changed.some((key) => /^(run|plan\/|cluster\/|stage\/)/.test(key))) return;
-    const now = JSON.stringify([[...store.all("plan")], [...store.all("cluster")], [...store.all("stage")], store.run?.left_out, store.run?.upgrade]);
-    if (now === shown || body.contains(document.activeElement)) return; // a focused table is not replaced
+    if (element.contains(document.activeElement)) return; // a focused table is not replaced
+    const plans = [...store.all("plan")].sort((a, b) => (a[0] < b[0] ? -1 : 1));
+    const drawn = plans.slice(0, MAX_DRAWN);
+    keyed(clusters, drawn, ([id]) => id, ([id, plan]) => stateOf(store, id, plan), ([id, plan]) => clusterPlan(store, id, plan));
+    const { plan_reason: reason, upgrade, left_out: nodes } = store.run ?? {};
+    const now = JSON.stringify([reason, upgrade, nodes, plans.length]);
+    if (now === shown) return;
     shown = now;
-    const reason = store.run?.plan_reason;
-    body.replaceChildren(
-      ...(reason ? [h("p", { class: "lead" }, h("bdi", {}, reason))] : []),
-      ...(store.run?.upgrade ? [bestUpgrade(store.run.upgrade)] : []),
-      ...[...store.all("plan")].sort().map(([id, plan]) => clusterPlan(store, id, plan)),
-      leftOut(store.run?.left_out ?? []),
-    );
+    head.replaceChildren(...(reason ? [h("p", { class: "lead" }, h("bdi", {}, reason))] : []), ...(upgrade ? [bestUpgrade(upgrade)] : []));
+    const more = `The first ${MAX_DRAWN} of ${count(plans.length, "cluster")}; the stages of the others are on the pages of their nodes.`;
+    rest.replaceChildren(...(plans.length > MAX_DRAWN ? [h("p", { class: "note" }, more)] : []), leftOut(nodes ?? []));
   }
 
   return { element, update, title: "Plan" };
+}
+
+function stateOf(store, id, plan) {
+  const cluster = store.get("cluster", id);
+  const stages = plan.members.map((_, i) => store.get("stage", `${id}/${i}`)).map((m) => m && [m.microbatches, m.peak_memory_bytes]);
+  return JSON.stringify([plan.members, Boolean(plan.content.simulation), cluster?.samples_per_s, stages]);
 }
 
 function clusterPlan(store, id, plan) {
