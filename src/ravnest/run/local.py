@@ -219,16 +219,18 @@ class LocalNodes:
 
 
 class _LocalConsole(AgentConsole):
-    """Reports only that a local node's worker died or its stage failed."""
+    """Prints only that a local node's worker died or its stage failed; pages and `ravnest status` show its activity."""
 
     def __init__(self, name: str, on_message: Callable[[str, bool], None]) -> None:
         super().__init__(lambda line: None)
         self._name, self._on_message = name, on_message
 
     def worker_lost(self, reason: str, wait_s: float, log: Path) -> None:
+        super().worker_lost(reason, wait_s, log)
         self._on_message(f"{self._name}: {reason}; starting another in {wait_s:.1f} s. Its log: {log}", False)
 
     def reported(self, report: StageReport) -> None:
+        super().reported(report)
         if isinstance(report.report, StageFailed) and not report.report.is_consequence:
             self._on_message(f"{self._name} failed: {report.report.reason}", True)
 

@@ -34,7 +34,8 @@ def test_a_ticket_shows_a_run_of_another_machine(is_known: bool, tmp_path: Path)
             ticket = server.service.ticket()
             if not is_known:
                 server.service.coordinator.state.tokens.clear()
-            listener = LocalListener(command._RemoteRun(find_target(ticket)), Access.new())
+            target = find_target(ticket)
+            listener = LocalListener(command.RemoteRun(target.connect, target.headers), Access.new())
             await listener.open()
             try:
                 origin, _, token = listener.access.link().partition("/#token=")
