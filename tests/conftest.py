@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,6 +29,13 @@ settings.register_profile("fixed", derandomize=True)  # the same examples every 
 settings.register_profile("random")  # `make test ARGS=--hypothesis-profile=random` searches for new ones
 settings.load_profile("fixed")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Agents of a user share this PC through a directory: not with those of other test processes."""
+    directory = tempfile.mkdtemp(prefix="ravnest-test-")
+    os.environ["XDG_RUNTIME_DIR"] = directory
+    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ravnest.run import doctor
-from ravnest.run.doctor import Finding
+from ravnest.run.doctor import Finding, judge_line, judge_memory, judge_nat, judge_skew
 from tests.unit.coordinator.conftest import small_disk
 from tests.unit.dashboard.served import served
 
@@ -33,21 +33,21 @@ def quick(folder: Path) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     ("finding", "state", "text"),
     [
-        (doctor.judge_memory(10**10, 2 * 10**10), "ok", "10.0 GB of 20.0 GB"),
-        (doctor.judge_memory(10**9, 2 * 10**10), "warning", "1.0 GB"),
-        (doctor.judge_memory(10**8, 2 * 10**10), "problem", "100.0 MB"),
+        (judge_memory(10**10, 2 * 10**10), "ok", "10.0 GB of 20.0 GB"),
+        (judge_memory(10**9, 2 * 10**10), "warning", "1.0 GB"),
+        (judge_memory(10**8, 2 * 10**10), "problem", "100.0 MB"),
         (doctor.check_clock(1_800_000_000), "ok", "2027-01-15"),
         (doctor.check_clock(3600), "problem", "1970-01-01 .* is long past"),
-        (doctor.judge_skew(0.2), "ok", "200 ms ahead of"),
-        (doctor.judge_skew(-20.0), "warning", "20 s behind"),
-        (doctor.judge_skew(-7300.0), "problem", "2.03 h behind"),
-        (doctor.judge_nat([(HERE, HERE), (HERE, HERE)]), "ok", "no NAT"),
-        (doctor.judge_nat([(HERE, THERE), (("192.168.1.5", 5001), ("203.0.113.9", 5001))]), "ok", "keeps ports"),
-        (doctor.judge_nat([(HERE, ("203.0.113.9", 61)), (HERE, ("203.0.113.9", 62))]), "warning", "changes ports"),
-        (doctor.judge_nat([(HERE, THERE), (HERE, ("203.0.113.10", 5000))]), "warning", "several public addresses"),
-        (doctor.judge_line(1e7, 1e8, 0.02), "ok", "80 Mbit/s up, 800 Mbit/s down, 20 ms"),
-        (doctor.judge_line(1e4, 1e8, 0.02), "warning", "80 kbit/s up"),
-        (doctor.judge_line(1e7, 1e8, 0.7), "warning", "700 ms"),
+        (judge_skew(0.2), "ok", "200 ms ahead of"),
+        (judge_skew(-20.0), "warning", "20 s behind"),
+        (judge_skew(-7300.0), "problem", "2.03 h behind"),
+        (judge_nat([(HERE, HERE), (HERE, HERE)]), "ok", "no NAT"),
+        (judge_nat([(HERE, THERE), (("192.168.1.5", 5001), ("203.0.113.9", 5001))]), "ok", "keeps ports"),
+        (judge_nat([(HERE, ("203.0.113.9", 61)), (HERE, ("203.0.113.9", 62))]), "warning", "changes ports"),
+        (judge_nat([(HERE, THERE), (HERE, ("203.0.113.10", 5000))]), "warning", "several public addresses"),
+        (judge_line(1e7, 1e8, 0.02), "ok", "80 Mbit/s up, 800 Mbit/s down, 20 ms"),
+        (judge_line(1e4, 1e8, 0.02), "warning", "80 kbit/s up"),
+        (judge_line(1e7, 1e8, 0.7), "warning", "700 ms"),
     ],
 )
 def test_judgements(finding: Finding, state: str, text: str) -> None:
