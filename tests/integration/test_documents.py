@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = [ROOT / "README.md", *sorted((ROOT / "docs/tutorial").glob("*.md"))]
-HOW_TO = [ROOT / "docs/how-to/data.md", ROOT / "docs/how-to/fine-tune.md"]
+HOW_TO = [ROOT / f"docs/how-to/{name}.md" for name in ("data", "fine-tune", "track")]
 DOCUMENTS = [*TUTORIALS, *(pytest.param(path, marks=pytest.mark.soak) for path in HOW_TO)]
 _BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TICKET = re.compile(r"rav1-[a-z0-9]+|rav1-\.\.\.")

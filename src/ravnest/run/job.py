@@ -166,6 +166,8 @@ class Job:
     ) -> Run:  # fmt: skip
         try:
             chosen = TrainingConfig(**{**vars(config or self.config), **changes})
+            for given in (callbacks, self.callbacks):
+                require(isinstance(given, Iterable), f"callbacks must be a list of callbacks, got {given!r}")
             every = [*callbacks, *self.callbacks, *make_trackers(chosen.track)]
             with CallbackThread(every, stop) as thread:
                 return self._train_with(chosen, changes, view, EventFeed(self.name, thread.put), stop)

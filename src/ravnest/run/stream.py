@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from ravnest.events import Callback, EndEvent, StartEvent, TrainingEvent
+from ravnest.events import Callback, StartEvent, TrainingEvent
 from ravnest.run.callback_thread import EventQueue
 from ravnest.run.html import folder_html
 from ravnest.run.result import Run
@@ -47,7 +47,6 @@ class EventStream:
         self._run: Run | None = None
         self._error: BaseException | None = None
         self._folder: Path | None = None
-        self._outcome = ""
 
     def __iter__(self) -> Iterator[TrainingEvent]:
         """Train, and yield the events. Raises the error with which the run fails."""
@@ -64,8 +63,6 @@ class EventStream:
             while (event := self._next()) is not None:
                 if isinstance(event, StartEvent):
                     self._folder = event.folder
-                elif isinstance(event, EndEvent):
-                    self._outcome = event.outcome
                 yield event
             is_complete = True
         finally:  # also when the loop is left
@@ -120,7 +117,9 @@ class EventStream:
             self._events.close()
 
     def _repr_html_(self) -> str:
-        state = self._outcome or ("training" if self._thread is not None else "not started: iterate it to train")
+        if self._thread is None:
+            return folder_html(None, "not started: iterate it to train")
+        state = "failed" if self._error is not None else "training" if self._run is None else "finished"
         return folder_html(self._folder, state)
 
 

@@ -14,6 +14,8 @@ __all__ = ["MlflowTracker"]
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_VALUE = 5_000  # letters of a parameter or tag
+_SEND_S = 1.0
+_SEND_METRICS = 500  # of a request; MLflow takes 1,000
 
 
 class MlflowTracker(Tracker):
@@ -32,6 +34,8 @@ class MlflowTracker(Tracker):
         super().__init__()
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ravnest"
+        self._waiting: list[Any] = []
+        self._sent_s = 0.0
         require_library("sqlalchemy", "mlflow")
         self._library = require_library("mlflow", "mlflow")
 
@@ -59,16 +63,26 @@ class MlflowTracker(Tracker):
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log metrics of a step in one request."""
-        now_ms, metric = int(time.time() * 1000), self._library.entities.Metric
-        self._client.log_batch(self._run_id, [metric(name, value, now_ms, step) for name, value in values.items()])
+        """Log metrics of a step; those of about a second go in one request."""
+        now_s = time.time()
+        metric = self._library.entities.Metric
+        self._waiting += [metric(name, value, int(now_s * 1000), step) for name, value in values.items()]
+        if now_s - self._sent_s >= _SEND_S or len(self._waiting) >= _SEND_METRICS:
+            self._send(now_s)
+
+    def _send(self, now_s: float) -> None:
+        while self._waiting:
+            self._client.log_batch(self._run_id, self._waiting[:_SEND_METRICS])
+            del self._waiting[:_SEND_METRICS]
+        self._sent_s = now_s
 
     def describe(self, name: str, text: str, step: int) -> None:
         """Set a tag."""
         self._client.set_tag(self._run_id, name, text[:_MAX_VALUE])
 
     def close(self, event: EndEvent) -> None:
-        """End the run with its outcome."""
+        """Send what is left, and end the run with its outcome."""
+        self._send(time.time())
         if event.reason:
             self._client.set_tag(self._run_id, "reason", event.reason[:_MAX_VALUE])
         self._client.set_terminated(self._run_id, status=_STATUS[event.outcome])

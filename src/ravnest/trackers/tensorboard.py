@@ -11,6 +11,8 @@ from ravnest.trackers.tracker import Tracker, require_library
 
 __all__ = ["TensorBoardTracker"]
 
+_FLUSH_S = 5
+
 
 class TensorBoardTracker(Tracker):
     """Writes event files for TensorBoard. A resumed run adds to them.
@@ -31,7 +33,8 @@ class TensorBoardTracker(Tracker):
     def open(self, event: StartEvent, parameters: Mapping[str, Any]) -> None:
         """Open an event file; TensorBoard drops steps of earlier files that are trained again."""
         path = Path(self._log_dir) if self._log_dir is not None else event.folder / "tensorboard"
-        self._writer = self._library.SummaryWriter(str(path), purge_step=event.step + 1 if event.is_resumed else None)
+        purge_step = event.step + 1 if event.is_resumed else None
+        self._writer = self._library.SummaryWriter(str(path), purge_step=purge_step, flush_secs=_FLUSH_S)
         rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in parameters.items())
         self._writer.add_text("parameters", f"| parameter | value |\n|---|---|\n{rows}", event.step)
         self._writer.flush()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import ravnest
 from ravnest.core.metrics import StageMetrics
 from ravnest.events import (
     Callback,
@@ -162,6 +163,12 @@ def test_ctrl_c_leaves_out_a_callback_that_hangs(caplog: pytest.LogCaptureFixtur
 def test_what_is_no_callback_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"objects of subclasses of ravnest.Callback, got"):
         CallbackThread([wrong], StopRequest())
+
+
+def test_a_callback_without_a_list_is_refused() -> None:
+    job = ravnest.Job(lambda: 1 / 0, None, [])  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="callbacks must be a list of callbacks, got <"):
+        job.train(callbacks=Recorder())  # type: ignore[arg-type]
 
 
 def test_a_full_queue_leaves_out_steps_alone() -> None:
