@@ -64,7 +64,7 @@ def _log(text: str) -> None:
 
 def add_viewers(report: Report, sizes: Sizes) -> None:
     """Measure the coordinator and a page with simulated agents that train."""
-    durations, row = Durations(heartbeats_s=1.0, leases_s=1.0), dict[str, Any](agents=sizes.agents)
+    durations, row = Durations(heartbeats_s=2.0, leases_s=5.0), dict[str, Any](agents=sizes.agents)
     with (
         tempfile.TemporaryDirectory() as folder,
         Child("benchmarks.control.agents", str(Path(folder) / "agents")) as agents,
