@@ -122,7 +122,7 @@ async def chromium() -> AsyncIterator[Page]:
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank",
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": str(temporary)}, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
     )  # fmt: skip
     try:
         async with aiohttp.ClientSession() as session:
