@@ -31,7 +31,8 @@ class Terminal:
     def __enter__(self) -> Terminal:
         self._pid, self._descriptor = pty.fork()
         if self._pid == 0:
-            os.execvpe(self._command[0], list(self._command), {**os.environ, **self._environment})
+            inherited = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+            os.execvpe(self._command[0], list(self._command), {**inherited, **self._environment})
         self._set_size()
         return self
 

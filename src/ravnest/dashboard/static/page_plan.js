@@ -3,7 +3,7 @@
 import { card, h, keyed, nodeLink, s, table } from "./dom.js";
 import { bytes, count, number, percent, seconds, whole } from "./format.js";
 
-const MAX_DRAWN = 12; // clusters
+const MAX_PLANS_DRAWN = 12; // clusters
 
 const PLAN_COLUMNS = [
   { name: "Node", text: true }, { name: "Stage" }, { name: "Operations" }, { name: "Share of compute" }, { name: "Parameters" },
@@ -22,15 +22,15 @@ export function planPage(store) {
     if (!isAll && !changed.some((key) => /^(run|plan\/|cluster\/|stage\/)/.test(key))) return;
     if (element.contains(document.activeElement)) return; // a focused table is not replaced
     const plans = [...store.all("plan")].sort((a, b) => (a[0] < b[0] ? -1 : 1));
-    const drawn = plans.slice(0, MAX_DRAWN);
+    const drawn = plans.slice(0, MAX_PLANS_DRAWN);
     keyed(clusters, drawn, ([id]) => id, ([id, plan]) => stateOf(store, id, plan), ([id, plan]) => clusterPlan(store, id, plan));
     const { plan_reason: reason, upgrade, left_out: nodes } = store.run ?? {};
     const now = JSON.stringify([reason, upgrade, nodes, plans.length]);
     if (now === shown) return;
     shown = now;
     head.replaceChildren(...(reason ? [h("p", { class: "lead" }, h("bdi", {}, reason))] : []), ...(upgrade ? [bestUpgrade(upgrade)] : []));
-    const more = `The first ${MAX_DRAWN} of ${count(plans.length, "cluster")}; the stages of the others are on the pages of their nodes.`;
-    rest.replaceChildren(...(plans.length > MAX_DRAWN ? [h("p", { class: "note" }, more)] : []), leftOut(nodes ?? []));
+    const more = `The first ${MAX_PLANS_DRAWN} of ${count(plans.length, "cluster")}; the stages of the others are on the pages of their nodes.`;
+    rest.replaceChildren(...(plans.length > MAX_PLANS_DRAWN ? [h("p", { class: "note" }, more)] : []), leftOut(nodes ?? []));
   }
 
   return { element, update, title: "Plan" };
