@@ -176,14 +176,13 @@ async def _node_page(membership: TicketMembership, directory: Path) -> AsyncIter
 
 @contextlib.contextmanager
 def _on_signals(interrupted: Callable[[], None]) -> Iterator[None]:
-    """Call `interrupted` in the running event loop on SIGINT and SIGTERM."""
+    """Call `interrupted` in the running event loop on SIGINT and SIGTERM; ignore them afterwards: the process ends."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(interrupted))
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
