@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ravnest.node.console import AgentConsole
     from ravnest.node.membership import TicketMembership
 
-__all__ = ["join"]
+__all__ = ["join", "node_page"]
 
 _INTERRUPTED = 130
 _AWAY = 3
@@ -133,14 +133,14 @@ async def _run_until_interrupted(
         is_leaving = True
         agent.leave()
 
-    async with _node_page(membership, config.home.directory) as page:
+    async with node_page(membership, config.home.directory) as page:
         agent = Agent(dataclasses.replace(config, page=page), membership, console)
         with _on_signals(interrupted):
             return await agent.run()
 
 
 @contextlib.asynccontextmanager
-async def _node_page(membership: TicketMembership, directory: Path) -> AsyncIterator[Callable[[str], str]]:
+async def node_page(membership: TicketMembership, directory: Path) -> AsyncIterator[Callable[[str], str]]:
     """Serve the dashboard to browsers of this PC; yields a function that returns a line about a node's page.
 
     The link is a secret: it is printed on a terminal only, and kept in a file of this user elsewhere.

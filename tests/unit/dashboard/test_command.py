@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ravnest.cli.join import node_page
 from ravnest.cli.target import find_target
 from ravnest.dashboard.site import Access, LocalListener
+from ravnest.node.membership import TicketMembership
+from ravnest.transport.ticket import Ticket
 from tests.unit.coordinator.attacks import run
 from tests.unit.dashboard.served import Messages, served
 
@@ -53,5 +56,31 @@ def test_a_ticket_shows_a_run_of_another_machine(is_known: bool, tmp_path: Path)
                     assert answer.status == 401, "the page of this machine has a token of its own"
             finally:
                 await listener.close()
+
+    run(test())
+
+
+def test_a_node_shows_its_own_page_to_its_owner(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(tmp_path, host="127.0.0.1", port=0, sockets=None) as server:
+            membership = TicketMembership(Ticket.parse(server.service.ticket()), "ann", "test", tmp_path / "node")
+            await membership.join(lambda line: None)
+            server.connect("ann")
+            async with node_page(membership, tmp_path) as describe:
+                line = describe("ann")
+                path = tmp_path / "page.url"
+                assert line == f"this node's page: the link is in {path}", "the output is no terminal"
+                assert path.stat().st_mode & 0o077 == 0
+                origin, _, fragment = path.read_text().strip().partition("/#token=")
+                token, _, page = fragment.partition("/")
+                assert page == "node/ann"
+                headers = {"Authorization": f"Bearer {token}"}
+                async with server.client.get(f"{origin}/v1/nodes/ann", headers=headers) as answer:
+                    assert (answer.status, (await answer.json())["name"]) == (200, "ann")
+                async with server.client.get(f"{origin}/v1/access", headers=headers) as answer:
+                    assert answer.status == 403, "a lender is a viewer"
+                async with server.client.get(f"{origin}/v1/nodes/ann") as answer:
+                    assert answer.status == 401
+            assert not path.exists()
 
     run(test())
