@@ -215,13 +215,15 @@ class Agent:
             await asyncio.sleep(_SHARE_S)
 
     def _change_offer(self, offered: NodeProfile, share: Share) -> None:
-        assert self._profile is not None, "the PC was measured before"
+        before = self._profile
+        assert before is not None, "the PC was measured before"
         self._profile = msgspec.structs.replace(
-            self._profile, memory_bytes=offered.memory_bytes, gflops=offered.gflops, threads=offered.threads
+            before, memory_bytes=offered.memory_bytes, gflops=offered.gflops, threads=offered.threads
         )
         self._reconciler.max_weights_bytes = offered.memory_bytes
         self._supervisor.set_profile(self._profile)
-        self._console.note(describe_share(share))
+        if (offered.threads, offered.memory_bytes) != (before.threads, before.memory_bytes):  # else its speed alone
+            self._console.note(describe_share(share))
         if self._is_welcome:  # otherwise the hello carries it
             self._outbox.put(ProfileChanged(self._profile))
 
