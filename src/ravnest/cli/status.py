@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from ravnest.cli.live_region import is_live
 from ravnest.cli.options import Debug
 from ravnest.errors import LinkError
 
@@ -61,8 +62,12 @@ def _fetch(target: CoordinatorTarget) -> RunStatus:
 def _watch(target: CoordinatorTarget, console: Console) -> None:
     from ravnest.cli.render_status import status_page
 
+    if not is_live(console):
+        while True:
+            console.print(status_page(_fetch(target), console.width))
+            time.sleep(_REFRESH_S)
     status, problem = _fetch(target), ""
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal, vertical_overflow="crop") as live:
+    with Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
         while True:
             page = status_page(status, console.width, console.height - bool(problem))
             live.update(Group(*([Text(problem, style="red")] if problem else []), page), refresh=True)

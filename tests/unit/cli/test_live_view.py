@@ -1,4 +1,4 @@
-"""The live view of `ravnest train` in a pseudo-terminal."""
+"""The live views of `ravnest train` and `ravnest join` in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.cli.terminal import Terminal
 
-SCRIPT = Path(__file__).parent / "drive_live_view.py"
+SCRIPT, JOIN_SCRIPT = (Path(__file__).parent / f"drive_live_{name}.py" for name in ("view", "join"))
 TICKET = "rav1-" + "abcdefghij" * 9
 
 
@@ -73,3 +73,28 @@ def test_a_run_from_the_ticket_to_an_error(terminal: Terminal) -> None:
     assert "of 1,000 steps" not in terminal.text, "the region is gone"
     assert "the data start over" in terminal.text, "messages are kept"
     assert b"\x1b[3" not in terminal.output, "no colours"
+
+
+def test_an_agent_from_joining_to_an_error() -> None:
+    with Terminal([sys.executable, str(JOIN_SCRIPT)], 60, 20) as terminal:
+        terminal.echo(False)
+        terminal.wait_for(lambda text: text.count("measuring this PC") == 2, "a line and the present activity")
+        terminal.write("assign")
+        terminal.wait_for(lambda text: "stage 1 of 3 in cluster c1: loading  (0:" in text, "the activity")
+        for updates in (1, 5):
+            terminal.write(f"train {updates}")
+        text = terminal.wait_for(lambda text: "contributed: 5 updates, 40 microbatches" in text, "its contribution")
+        assert "training stage 1 of 3 in cluster c1" in text
+        assert "memory 100.0 MB" in text
+        assert "training: 1 update" not in text, "the region shows it"
+        terminal.resize(100, 30)
+        terminal.write(
+            "free cluster c1 ended: another node of the cluster has left, and its members wait for a new plan"
+        )
+        text = terminal.wait_for(lambda text: "(0:" in text and text.count("cluster c1 ended") >= 1, "the reason")
+        assert "contributed: 5 updates" in terminal.wait_for(lambda text: "contributed" in text, "what it has given")
+        terminal.write("fail the network is down")
+        assert terminal.finish() == 1
+        assert terminal.is_cursor_visible()
+        assert "contributed" not in terminal.text, "the region is gone"
+        assert "ValueError: the network is down" in terminal.text
