@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -59,14 +60,14 @@ class MlflowTracker(Tracker):
         entities = self._library.entities
         self._client.log_batch(
             self._run_id,
-            params=[entities.Param(name, str(value)[:_MAX_VALUE]) for name, value in parameters.items()],
+            params=[entities.Param(_allowed(name), str(value)[:_MAX_VALUE]) for name, value in parameters.items()],
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log metrics of a step; those of about a second go in one request."""
         now_s = time.time()
         metric = self._library.entities.Metric
-        self._waiting += [metric(name, value, int(now_s * 1000), step) for name, value in values.items()]
+        self._waiting += [metric(_allowed(name), value, int(now_s * 1000), step) for name, value in values.items()]
         if now_s - self._sent_s >= _SEND_S or len(self._waiting) >= _SEND_METRICS:
             self._send(now_s)
 
@@ -86,3 +87,8 @@ class MlflowTracker(Tracker):
         if event.reason:
             self._client.set_tag(self._run_id, "reason", event.reason[:_MAX_VALUE])
         self._client.set_terminated(self._run_id, status=_STATUS[event.outcome])
+
+
+def _allowed(name: str) -> str:
+    """Return a name without characters that MLflow refuses."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

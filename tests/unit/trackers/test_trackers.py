@@ -58,14 +58,18 @@ def events(folder: Path, first: int, last: int, *, is_resumed: bool = False) -> 
     ]  # fmt: skip
     trained: list[TrainingEvent] = [
         StepEvent(
-            step=step, samples=4 * step, seconds=float(step), loss=1 / step, metrics={"accuracy": 0.5},
-            learning_rate=0.1, samples_per_s=4.0, staleness=1.0, cluster="c1", stages=(StageMetrics(),),
+            step=step, samples=4 * step, seconds=float(step), loss=1 / step,
+            metrics={"accuracy": 0.5, "top@5 (é)": 0.75}, learning_rate=0.1, samples_per_s=4.0,
+            staleness=1.0, cluster="c1", stages=(StageMetrics(),),
         )
         for step in range(first + 1, last + 1)
     ]  # fmt: skip
     at = {"step": last, "samples": 4 * last, "seconds": float(last)}
     return [
-        *begun, *trained, EvaluationEvent(loss=0.25, metrics={"accuracy": 0.75}, cluster="c1", **at),
+        *begun, *trained,
+        EvaluationEvent(
+            loss=0.25, metrics={"accuracy": 0.75, "worst": math.inf, "odd": math.nan}, cluster="c1", **at,
+        ),
         RoundEvent(number=1, clusters=("c1", "c2"), took_s=0.5, reason="", **at),
         RoundEvent(number=2, clusters=("c1", "c2"), took_s=0.0, reason="bob was lost", **at),
         NodeLostEvent(node="bob", reason="asleep", is_voluntary=False, is_connected=False, **at),
@@ -183,6 +187,7 @@ def test_mlflow_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(metric.step for metric in losses) == [1, 2, 3, 4, 4, 5, 5, 6, 7, 8]
     assert all(math.isclose(metric.value, 1 / metric.step) for metric in losses)
     assert client.get_metric_history(found.info.run_id, "validation/loss")[-1].value == 0.25
+    assert client.get_metric_history(found.info.run_id, "top_5 _é_")[-1].value == 0.75, "a name that MLflow allows"
 
 
 @pytest.mark.skipif(missing("trackio"), reason="needs the extra trackio")
