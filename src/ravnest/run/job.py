@@ -91,8 +91,8 @@ class Job:
     Args:
         model: A module, a function that builds one, or `ravnest.pretrained(folder, function)`; without a module, no
             process holds the whole model.
-        loss: A function of the model's output and the targets that returns the loss, or a dict whose first value is
-            the loss. None: a batch is the inputs alone, and the model returns the loss.
+        loss: A function of the model's output and the targets that returns the loss, or the loss and a dict of further
+            values to report, as tensors. None: a batch is the inputs alone, and the model returns the loss.
         data: An iterable of batches `(inputs, targets)`; see the page on data for other forms. A list or loader starts
             over when it ends; an iterator ends the run.
         optimizer: The optimizer. Default: AdamW.
