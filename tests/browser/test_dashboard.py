@@ -256,6 +256,9 @@ def test_a_page_reconnects_and_shows_hostile_names_as_text(tmp_path: Path) -> No
                 await show(page, "fleet")
                 await page.until("document.querySelector('.others').innerText.includes('newcomer')")
                 assert not await page.run("window.hacked")
+                await page.open(f"{server.dashboard.link}/node/newcomer")  # as `ravnest join` prints it
+                await page.until("document.querySelector('h1').textContent === 'newcomer'")
+                assert await page.run("location.hash") == "#/node/newcomer", "the token is not in the history"
                 await page.open(server.origin + "/#token=wrong")
                 await page.until(f"{STATE} === 'denied'")
         expected = ("ERR_CONNECTION", "ERR_INCOMPLETE", "401")  # of requests while the coordinator was away
