@@ -28,7 +28,7 @@ def test_no_batch_is_lost_and_no_run_hangs(first: int) -> None:
 
 def test_traces_contain_faults() -> None:
     """Else the property would hold trivially."""
-    fleets = [Fleet(seed) for seed in range(40)]
+    fleets = [Fleet(seed) for seed in range(80)]
     for fleet in fleets:
         fleet.run()
     counts = sum((fleet.ledger.kinds for fleet in fleets), start=type(fleets[0].ledger.kinds)())
