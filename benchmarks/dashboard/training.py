@@ -41,7 +41,7 @@ class _View(ProgressView):
 
     def stop(self) -> None:
         assert self._control is not None
-        self._control.stop()
+        self._control.stop("the measurement is over")
 
 
 def measure_flood(seconds: float, turns: int, log: Callable[[str], None]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _NEW_MEMORY_MB, _NEW_SHARE = 358, 0.35
 _MAX_SCALE = 2.5  # with which the largest share is a whole core
 _VALIDATION_BATCHES = 8
 _BATCHES_PER_UPDATE = 2  # of the reference: two clusters make an update each on two batches
-_WHOLE_S, _REFERENCE_S = 165.0, 20.0  # for all, and at least for the reference after the end of the run
+_WHOLE_S, _REFERENCE_S = 150.0, 20.0  # for all, and at least for the reference after the end of the run
 
 
 @config_options("seed", "run_dir")
@@ -71,12 +71,19 @@ def demo(
             memory=",".join(f"{size}MB" for size in _MEMORY_MB),
             processor_shares=",".join(f"{min(share * scale, 1.0):g}" for share in _SHARES), **changes,
         )  # fmt: skip
-        held_out = Comparison(run.evaluations[-1]["loss"], reference.finish(max(_WHOLE_S - view.seconds, _REFERENCE_S)))
+        view.line("      waiting for the synchronous process, to compare with it")
+        theirs = reference.finish(max(_WHOLE_S - view.seconds, _REFERENCE_S))
     finally:
         reference.close()
-    losses = [(number + 1.0, loss) for number, loss in enumerate(run.losses)]
+    losses = smoothed([(number + 1.0, loss) for number, loss in enumerate(run.losses)], 8)
+    reference_losses = smoothed(reference.losses, 4)
+    reached = None
+    if reference_losses:
+        batches, loss = reference_losses[-1]
+        reached = batches, loss, losses[min(round(batches), len(losses)) - 1][1]
+    held_out = Comparison(run.evaluations[-1]["loss"], theirs, reached)
     console.print(summary(acts, staleness_of(list(read_lines(run.folder / "metrics.jsonl"))), held_out))
-    console.print(loss_picture(smoothed(losses, 8), smoothed(reference.losses, 4)), markup=False)
+    console.print(loss_picture(losses, reference_losses), markup=False)
     if file.after is not None:
         console.print(f"\na text that the model wrote:\n{file.after(run)}\n", markup=False)
     console.print(f"the run is in {run.folder}; `ravnest dashboard {run.folder}` shows it again", soft_wrap=True)

@@ -51,9 +51,9 @@ class DemoConfig:
 
     steps: int = 300
     new_node: str = "node-6"
-    usual_s: float = 95.0
+    usual_s: float = 85.0
     act_s: float = 60.0
-    most_s: float = 140.0
+    most_s: float = 120.0
 
     @property
     def part(self) -> int:
@@ -128,6 +128,11 @@ class DemoActs:
         self._asked_s = 0.0  # when the act that is awaited was started
         self._is_new_asked = self._is_over = False
         self._given_up: set[str] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every act has happened."""
+        return all(act in self.happened for act in ACTS)
 
     @property
     def recovery_s(self) -> float | None:

@@ -72,8 +72,7 @@ class DemoView(ProgressView):
                 case AddNode():
                     self._control.add_node(self._new_node)
                 case EndRun():
-                    self.line("      ending the run: finishing the batches in flight, averaging once more")
-                    self._control.stop()
+                    self._control.stop("the last act is over" if self._acts.is_complete else "the time is over")
         if isinstance(event, LeaseSettled):
             self._reference.allow(self._acts.batches.trained)
 
@@ -86,13 +85,24 @@ class DemoView(ProgressView):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The held-out loss of the run, and of one synchronous process on the same samples (None: not known)."""
+    """The held-out loss of the run, and of one synchronous process on the same samples (None: not known).
+
+    `reached` are the batches that this process had trained when the time was over, its training loss there, and that of
+    the run.
+    """
 
     run: float
     reference: float | None
+    reached: tuple[float, float, float] | None = None
 
     @property
     def text(self) -> str:
+        if self.reference is None and self.reached is not None:
+            batches, theirs, ours = self.reached
+            return (
+                f"{self.run:.3f}; one synchronous process had trained {batches:.0f} batches when the time was over: "
+                f"training loss {theirs:.3f}, this run at that point {ours:.3f}"
+            )
         if self.reference is None:
             return f"{self.run:.3f}; one synchronous process did not finish in time"
         return f"{self.run:.3f}; one synchronous process: {self.reference:.3f} ({self.run / self.reference - 1:+.1%})"

@@ -15,8 +15,12 @@ __all__ = ["RunControl"]
 class RunControl:
     """The controls of one run, for the thread of the run."""
 
-    def __init__(self, thread: CoordinatorThread, nodes: LocalNodes | None, stop: Callable[[], None]) -> None:
-        self._thread, self._nodes, self.stop = thread, nodes, stop
+    def __init__(self, thread: CoordinatorThread, nodes: LocalNodes | None, stop: Callable[[str], None]) -> None:
+        self._thread, self._nodes, self._stop = thread, nodes, stop
+
+    def stop(self, reason: str) -> None:
+        """End the run as Ctrl-C does: after the batches in flight, with its model."""
+        self._stop(reason)
 
     def add_node(self, node: LocalNode) -> None:
         """Start another node of a local run."""

@@ -162,7 +162,7 @@ class RunDriver:
                 monitor.begin(thread, log)
                 self._feed.start(job, step=self.progress.step, samples=log.samples, seconds=log.seconds)
                 self._dashboard.begin(thread, self._view)
-                self._view.started(RunControl(thread, self._prepared.nodes, partial(self._stop.request, "a request")))
+                self._view.started(RunControl(thread, self._prepared.nodes, self._stop.request))
                 if thread.ticket:
                     self._view.invited(thread.ticket)
                 self._skip(batches)

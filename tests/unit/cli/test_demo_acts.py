@@ -91,6 +91,7 @@ def test_all_acts_in_order() -> None:
     assert demo.of(EndRun)
     assert [action.act for action in demo.of(Say) if isinstance(action, Say) and action.act] == list(ACTS)
     assert list(demo.acts.happened) == list(ACTS)
+    assert demo.acts.is_complete
     assert (demo.acts.batches.leased, demo.acts.batches.returned) == (demo.batch + 1, 1)
     was_balanced = demo.acts.batches.is_balanced
     demo.add(on.LeaseSettled(demo.now_s, "w", 0))  # also events after the end count
@@ -146,6 +147,7 @@ def test_staleness_is_counted_once_per_stage() -> None:
 def test_the_comparison_names_both_losses() -> None:
     assert Comparison(2.2, 2.0).text == "2.200; one synchronous process: 2.000 (+10.0%)"
     assert "did not finish" in Comparison(2.2, None).text
+    assert "had trained 90 batches" in Comparison(2.2, None, (90.0, 2.5, 2.6)).text
 
 
 @pytest.mark.parametrize(
