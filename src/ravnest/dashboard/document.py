@@ -7,7 +7,7 @@ the same bytes. Values hold no ages and no current time, so that a value without
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -103,14 +103,25 @@ class LiveDocument:
 
         Keys that are missing in `values` are dropped, except for those that begin with `keep`.
         """
+        changed = self._changed(values)
+        dropped = [key for key in self.encoded if key not in values and not (keep and key.startswith(keep))]
+        for key in dropped:
+            del self.encoded[key]
+        return self._delta(changed, dropped)
+
+    def add(self, values: Mapping[str, Any]) -> bytes | None:
+        """Take over some values, and new points; return the delta, or None if nothing changed."""
+        return self._delta(self._changed(values), ())
+
+    def _changed(self, values: Mapping[str, Any]) -> dict[str, bytes]:
         changed: dict[str, bytes] = {}
         for key, value in values.items():
             data = msgspec.json.encode(value)
             if self.encoded.get(key) != data:
                 self.encoded[key] = changed[key] = data
-        dropped = [key for key in self.encoded if key not in values and not (keep and key.startswith(keep))]
-        for key in dropped:
-            del self.encoded[key]
+        return changed
+
+    def _delta(self, changed: Mapping[str, bytes], dropped: Sequence[str]) -> bytes | None:
         parts = [b'"set":' + _joined(changed)] if changed else []
         parts += [b'"drop":' + msgspec.json.encode(dropped)] if dropped else []
         parts += [part for name, series in self._series() if (part := self._new_points(name, series))]

@@ -47,12 +47,13 @@ class Dashboard:
         self._folder, self._port = folder, port
         self.history = RunHistory(load_saved(folder) if is_resumed else None)
         self._document = LiveDocument(self.history)
-        self.viewers = Stream(self._document, self._values, interval_s=interval_s)
+        self.viewers = Stream(self._document, self._values, self._news, interval_s=interval_s)
         self._service: CoordinatorServer | None = None
         self._listener: LocalListener | None = None
         self._settled = 0
         self._given_s = -1e9
         self._saving: asyncio.Task[None] | None = None
+        self._last_event = -1  # that viewers have
         self.problem = ""  # why there is no listener
 
     @property
@@ -145,6 +146,16 @@ class Dashboard:
             self._given_s = time.monotonic()
             return {**values, **dict(contribution_values(status, self.history))}, ""
         return values, _GIVEN
+
+    def _news(self) -> Mapping[str, Any]:
+        """Return the events since the last call."""
+        new = {}
+        for row in reversed(self.history.events):
+            if row.number <= self._last_event:
+                break
+            new[f"event/{row.number}"] = row
+        self._last_event = self.history.events[-1].number if self.history.events else -1
+        return new
 
     # data of the pages
 

@@ -167,6 +167,28 @@ def test_a_viewer_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
     run(test())
 
 
+def test_events_arrive_while_a_large_fleet_is_not_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_MAX_SHARE", 1e-9)  # all values are sent once, and then not for years
+
+    async def test() -> None:
+        async with (
+            served(tmp_path) as server,
+            server.client.get(f"{server.origin}/v1/stream", headers=server.headers) as answer,
+        ):
+            messages = Messages(answer)
+            assert (await messages.next())["reset"]
+            await asyncio.sleep(0.2)  # the first values after the snapshot
+            server.connect("newcomer")
+            while not (new := [key for key in (await messages.next()).get("set", {}) if key.startswith("event/")]):
+                pass
+            server.record(on.NoteAdded(server.now_s, "another"))
+            message = await messages.next()
+            assert [row["text"] for row in message["set"].values()] == ["another"]
+            assert set(message["set"]).isdisjoint(new), "each event is sent once"
+
+    run(test())
+
+
 def test_viewers_and_requests_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_MAX_VIEWERS", 2)
 
