@@ -26,7 +26,7 @@ from benchmarks.report import Report, arguments
 from ravnest.core.config import config, require
 
 _INTERVAL_S = 0.5  # of a real dashboard
-_FAST_S = 0.1
+_FAST_S = 0.05
 
 
 @config
@@ -36,12 +36,12 @@ class Sizes:
     agents: int = 1000
     viewers: int = 20
     turns: int = 3
-    turn_s: float = 15.0
+    turn_s: float = 10.0
     loads: int = 5
     marks: int = 40
     minutes: float = 30.0
     flood_turns: int = 3
-    flood_s: float = 12.0
+    flood_s: float = 10.0
 
 
 _QUICK = Sizes(agents=100, turns=1, turn_s=5.0, loads=2, marks=10, minutes=2.0, flood_turns=1, flood_s=5.0)
@@ -64,7 +64,7 @@ def _log(text: str) -> None:
 
 def add_viewers(report: Report, sizes: Sizes) -> None:
     """Measure the coordinator and a page with simulated agents that train."""
-    durations, row = Durations(heartbeats_s=2.0, leases_s=5.0), dict[str, Any](agents=sizes.agents)
+    durations, row = Durations(heartbeat_s=6.0, heartbeats_s=2.0, leases_s=5.0), dict[str, Any](agents=sizes.agents)
     with (
         tempfile.TemporaryDirectory() as folder,
         Child("benchmarks.control.agents", str(Path(folder) / "agents")) as agents,
