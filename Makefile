@@ -17,9 +17,9 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt deploy/torchvision_operators.py
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Ravnest needs Python 3.11 or newer, this is ' + sys.version"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps torchvision
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision
 	$(BIN)/python -c "import torchvision" 2>/dev/null || $(BIN)/python deploy/torchvision_operators.py
 	touch $@
 
@@ -49,7 +49,7 @@ bench: setup
 
 # The documents, checked: a broken link or a page outside the navigation is an error.
 docs: setup
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --quiet --strict --clean
 
 clean:
