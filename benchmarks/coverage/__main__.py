@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", help="models whose name contains one of these")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--record", type=Path, help="append outcomes to this file, and do not repeat those in it")
+    parser.add_argument("--report", action="store_true", help="try nothing: report what the record has so far")
     options = parser.parse_args()
     keys = [(s.group, s.name) for s in subjects(options.only)]
     if options.names:
@@ -43,6 +44,13 @@ def main() -> None:
     if options.quick:
         keys = keys[::QUICK_EVERY]
     random.Random(0).shuffle(keys)  # so that an interrupted survey is a sample of all groups
+    if options.report:
+        known = list(survey(keys, 0, options.record))
+        report = report_of(known)
+        reached = len({(outcome.group, outcome.name) for outcome in known})
+        report.rows.insert(0, {"models and layers tried": reached, "of": len(keys)})
+        report.finish(options.json)
+        return
     found: list[Outcome] = []
     for outcome in survey(keys, options.processes, options.record):
         found.append(outcome)

@@ -43,12 +43,15 @@ def subjects(groups: Sequence[str]) -> Iterator[Subject]:
 
 
 def survey(names: Sequence[tuple[str, str]], processes: int, record: Path | None) -> Iterator[Outcome]:
-    """Try the subjects (group, name). Outcomes are appended to `record`; subjects that are there are not repeated."""
+    """Try the subjects (group, name). Outcomes are appended to `record`; subjects that are there are not repeated.
+
+    Without processes, only those that are there are yielded.
+    """
     known = _recorded(record)
     yield from (outcome for key in names for outcome in known.get(key, ()))
     waiting: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
     found: queue.SimpleQueue[list[Outcome]] = queue.SimpleQueue()
-    missing = [key for key in names if key not in known]
+    missing = [key for key in names if key not in known] if processes else []
     for key in missing:
         waiting.put(key)
     for _ in range(processes):

@@ -166,7 +166,10 @@ def loss_picture(
     rows = [label + "".join(row).rstrip() for label, row in zip(labels, cells, strict=True)]
     axis = f"       └{'─' * width}"
     end = f"{last:.0f} batches"
-    legend = f"        {_RUN} this run   {_REFERENCE} one synchronous process, the same samples"
+    legend = (
+        f"        {_RUN} this run   {_REFERENCE} one synchronous process: the same samples, "
+        "a batch of each cluster in an update"
+    )
     return "\n".join(["loss", *rows, axis, " " * max(8 + width - len(end), 0) + end, legend])
 
 
