@@ -169,6 +169,7 @@ def test_a_last_batch_with_fewer_samples_than_microbatches(tmp_path: Path) -> No
         torch.testing.assert_close(trained[name], tensor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.soak
 def test_ctrl_c_in_an_evaluation_saves_too(tmp_path: Path) -> None:
     text = COMMAND + "job.validation = batches(library_text(50_000), 8, 16, 1)"
     running = start(

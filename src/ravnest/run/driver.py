@@ -379,7 +379,8 @@ class RunDriver:
         checkpoints.discard_after(end)
         self._monitor.pump_until(lambda: not checkpoints.is_waiting, _TIMEOUT_S, "the last checkpoint")
         checkpoints.join()
-        if not checkpoints.has(leading[0], end):
+        is_last = len(self._clusters) == 1 or checkpoints.last_step >= self._monitor.settled
+        if not (is_last and checkpoints.has(leading[0], end)):  # other clusters may have trained since
             self._checkpoint(leading[0])
             self._monitor.pump_until(lambda: not checkpoints.is_waiting, _TIMEOUT_S, "the last checkpoint")
             checkpoints.join()
