@@ -33,6 +33,7 @@ from testbed import Testbed, TestbedUnavailable, missing
 
 MARGIN = 1.06  # of the memory that the plan needs
 AGENT_BYTES = 110_000_000  # of a PC's agent, beside its worker
+RESERVE = 0.1  # of a PC's memory, which an agent never lends
 LEAST_BYTES = 850_000_000  # with which a PC can be measured; more than the small model needs
 TIMEOUT_S = 3600.0
 
@@ -87,22 +88,22 @@ def measure(size: Size, folder: Path, model: str, mode: str) -> Trained:
     lent = max(int(MARGIN * needed), LEAST_BYTES)
     sys.stderr.write(f"each of {size.pcs} PCs needs {format_bytes(needed)} and lends {format_bytes(lent)}\n")
     job = f"from benchmarks.real_size.task import make_job\n\njob = make_job({size.name!r}, folder={model!r})\n"
-    options = ["--steps", str(size.steps), "--memory-mode", mode, "--replicas", "0", "--no-verify"]
-    with Testbed(size.topology(lent + AGENT_BYTES)) as testbed:
+    options = ["--steps", str(size.steps), "--memory-mode", mode, "--replicas", "0", "--no-verify",
+               "--average-every", "0"]  # fmt: skip
+    limit = int((lent + AGENT_BYTES) / (1 - RESERVE))
+    with Testbed(size.topology(limit)) as testbed:
         run = fleet_run.train(
             testbed, folder, job, REQUESTER, size.hosts, memory=f"{lent}B", options=options, timeout_s=TIMEOUT_S
         )
         peak_bytes = {host: testbed.usage(host).peak_memory_bytes for host in size.hosts}
         killed = sum((folder / f"{host}.log").read_text().count("killed by signal") for host in size.hosts)
     (plan,) = json.loads((run / "plan.json").read_text())["clusters"].values()
-    return Trained(
-        run, lent + AGENT_BYTES, plan["samples_per_s"] / size.samples, peak_bytes, killed, fleet_run.read_metrics(run)
-    )
+    return Trained(run, limit, plan["samples_per_s"] / size.samples, peak_bytes, killed, fleet_run.read_metrics(run))
 
 
 def least_memory(size: Size, job: ravnest.Job, mode: str) -> int:
     """The least memory with which equal PCs, all of them in one pipeline, can train the job."""
-    job = replace(job, config=replace(job.config, memory_mode=mode))
+    job = replace(job, config=replace(job.config, memory_mode=mode, average_every=0))
     nodes = NodeFile(tuple(Machine(name=name, speed=1.0) for name in size.hosts), far_s=0.0, lan_bytes_per_s=125e6)
     task = make_plan_request(job, nodes).task
     low, high = 1e8, 64e9
