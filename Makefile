@@ -31,9 +31,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Four test processes at a time, each file in one of them: most tests wait for other processes anyway.
+# Three test processes at a time, each file in one of them: most tests wait for other processes anyway.
 test: check
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The whole fault matrix and the long variants of other tests: about half an hour.
 test-soak: setup

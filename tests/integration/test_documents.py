@@ -32,8 +32,11 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
-TUTORIALS = [ROOT / "README.md", ROOT / "docs/tutorial/first-run.md", ROOT / "docs/tutorial/resume-and-export.md"]
-LONG = [ROOT / f"docs/{name}.md" for name in ("tutorial/two-pcs", "how-to/data", "how-to/fine-tune", "how-to/track")]
+TUTORIALS = [ROOT / "README.md", ROOT / "docs/tutorial/first-run.md"]
+LONG = [
+    *sorted({*(ROOT / "docs/tutorial").glob("*.md")} - {*TUTORIALS}),
+    *(ROOT / f"docs/how-to/{name}.md" for name in ("data", "fine-tune", "track")),
+]
 DOCUMENTS = [*TUTORIALS, *(pytest.param(path, marks=pytest.mark.soak) for path in LONG)]
 _BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TICKET = re.compile(r"rav1-[a-z0-9]+|rav1-\.\.\.")
