@@ -301,9 +301,13 @@ def memory_model(
     )
 
 
+_TOUCH_S_PER_BYTE = 5e-9  # of parameters: the first run of an operation also gets their memory from the system
+
+
 def time_ops(program: Program, costs: Costs) -> list[OpSeconds]:
     """Measure the seconds of each operation in a training run on this machine. Tests replace it by a fixed table."""
-    alone = measure_seconds(program, costs.batch, budget_s=2.0, costs=costs)
+    budget_s = 2.0 + _TOUCH_S_PER_BYTE * sum(item.num_bytes for item in program.state)
+    alone = measure_seconds(program, costs.batch, budget_s=budget_s, costs=costs)
     slowdown = measure_slowdown(program, costs, alone, budget_s=0.7)
     return [OpSeconds(s.forward_s * slowdown, s.backward_s * slowdown) for s in alone]
 

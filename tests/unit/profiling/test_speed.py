@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -26,15 +27,17 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(readings) / 100))
 
 
-def test_the_slowdown_is_relative_to_the_given_seconds() -> None:
-    """With operation times divided by a hundred, the slowdown is a hundred times larger."""
+def test_the_slowdown_is_relative_to_the_given_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With operation times divided by a hundred, the slowdown is a hundred times larger, up to a limit."""
     program = trace(layers, nn.functional.mse_loss, (torch.zeros(64, 256), torch.zeros(64, 4)))
     costs = measure_costs(program, 64)
     seconds = (OpSeconds(2e-4, 3e-4),) * len(program.ops)
+    quick = (OpSeconds(2e-6, 3e-6),) * len(program.ops)
+    assert measure_slowdown(program, costs, quick, budget_s=0.3) == 1.5
+    monkeypatch.setattr(speed, "_MAX_SLOWDOWN", inf)
     slowdown = measure_slowdown(program, costs, seconds, budget_s=0.3)
     assert 1 < slowdown < 100
-    quick = (OpSeconds(2e-6, 3e-6),) * len(program.ops)
-    assert measure_slowdown(program, costs, quick, budget_s=0.3) == pytest.approx(100 * slowdown)
+    assert measure_slowdown(program, costs, quick, budget_s=0.3) == pytest.approx(100 * slowdown, rel=0.01)
 
 
 def test_a_long_program_is_measured_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
