@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", help="models whose name contains one of these")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--record", type=Path, help="append outcomes to this file, and do not repeat those in it")
-    parser.add_argument("--report", action="store_true", help="try nothing: report what the record has so far")
+    parser.add_argument(
+        "--report", action="store_true", help="report the outcomes in the record, and try no other models"
+    )
     options = parser.parse_args()
     keys = [(s.group, s.name) for s in subjects(options.only)]
     if options.names:

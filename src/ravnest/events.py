@@ -171,7 +171,7 @@ class EndEvent(TrainingEvent, frozen=True, kw_only=True):
     Attributes:
         outcome: `finished`, `stopped` by Ctrl-C or a callback, or `failed`.
         reason: Why it was stopped or failed; empty if it finished.
-        model: The file with the trained weights; None if there is none.
+        model: The file with the trained weights; None if no step was trained.
     """
 
     outcome: Literal["finished", "stopped", "failed"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from ravnest.cli.dashboard import show_link
 from ravnest.cli.options import Debug, config_options
+
+if TYPE_CHECKING:
+    from ravnest.cli.demo_acts import DemoActs
+    from ravnest.run.result import Run
 
 __all__ = ["demo"]
 
@@ -43,9 +48,8 @@ def demo(
     Example: `ravnest demo --no-browser`
     """
     from ravnest.cli.demo_acts import ACTS, DemoActs, DemoConfig
-    from ravnest.cli.render_demo import Comparison, DemoView, loss_picture, smoothed, staleness_of, summary
+    from ravnest.cli.render_demo import DemoView
     from ravnest.config import num_cores
-    from ravnest.dashboard.history import read_lines
     from ravnest.run.job_file import load_job
     from ravnest.run.local import LocalNode
     from ravnest.run.reference import Reference
@@ -64,7 +68,7 @@ def demo(
     )  # fmt: skip
     view = DemoView(console, acts, new_node, reference, lambda link: show_link(link, console, browser=browser))
     try:
-        view.line("six nodes lend 341 to 358 MB and a part of a core each; the model needs 361 MB: none can hold it")
+        view.line(f"six nodes lend {min(_MEMORY_MB)} to {max(_MEMORY_MB)} MB and a part of a core each")
         run = file.job.train(
             show=view, on=f"local:{len(_SHARES)}", clusters=0, steps=None, threads=1, microbatches_per_step=4,
             validate_every=max(steps // 5, 1), validation_batches=_VALIDATION_BATCHES,
@@ -75,15 +79,7 @@ def demo(
         theirs = reference.finish(max(_WHOLE_S - view.seconds, _REFERENCE_S))
     finally:
         reference.close()
-    losses = smoothed([(number + 1.0, loss) for number, loss in enumerate(run.losses)], 8)
-    reference_losses = smoothed(reference.losses, 4)
-    reached = None
-    if reference_losses:
-        batches, loss = reference_losses[-1]
-        reached = batches, loss, losses[min(round(batches), len(losses)) - 1][1]
-    held_out = Comparison(run.evaluations[-1]["loss"], theirs, reached)
-    console.print(summary(acts, staleness_of(list(read_lines(run.folder / "metrics.jsonl"))), held_out))
-    console.print(loss_picture(losses, reference_losses), markup=False)
+    _print_results(console, acts, run, reference.losses, theirs)
     if file.after is not None:
         console.print(f"\na text that the model wrote:\n{file.after(run)}\n", markup=False)
     console.print(f"the run is in {run.folder}; `ravnest dashboard {run.folder}` shows it again", soft_wrap=True)
@@ -91,3 +87,21 @@ def demo(
     if missing or not acts.batches.is_balanced:
         console.print(f"not all acts happened: {', '.join(missing) or 'the batches do not balance'}")
         raise typer.Exit(1)
+
+
+def _print_results(
+    console: Console, acts: DemoActs, run: Run, reference: Sequence[tuple[float, float]], held_out: float | None
+) -> None:
+    """Print the summary and the curves of the run beside those of the synchronous process."""
+    from ravnest.cli.render_demo import Comparison, loss_picture, smoothed, staleness_of, summary
+    from ravnest.dashboard.history import read_lines
+
+    losses = smoothed([(number + 1.0, loss) for number, loss in enumerate(run.losses)], 8)
+    reference_losses = smoothed(reference, 4)
+    reached = None
+    if reference_losses:
+        batches, loss = reference_losses[-1]
+        reached = batches, loss, losses[min(round(batches), len(losses)) - 1][1]
+    comparison = Comparison(run.evaluations[-1]["loss"], held_out, reached)
+    console.print(summary(acts, staleness_of(list(read_lines(run.folder / "metrics.jsonl"))), comparison))
+    console.print(loss_picture(losses, reference_losses), markup=False)

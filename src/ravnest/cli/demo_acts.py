@@ -7,7 +7,7 @@
     join      another node has joined, and a cluster with it has trained a batch
 
 Progress starts each act: batches that are trained and averages that are committed, not the time. Time limits are there
-for a machine on which an act fails: the demo goes on and says so.
+for a machine on which an act fails: the demo continues and says so.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Pace:
         return (steps_now - steps) / passed_s, (samples_now - samples) / passed_s
 
     def left_s(self, now_s: float, steps_left: int) -> float | None:
-        """Return the seconds that so many steps take at this speed; None if that is unknown."""
+        """Return the seconds that the steps left take at this speed; None if it is unknown."""
         speed = self.per_s(now_s)
         return steps_left / speed[0] if speed is not None and speed[0] > 0 else None
 

@@ -1,6 +1,6 @@
 """A region at the bottom of a terminal that is drawn again a few times a second, below what was printed before.
 
-After a change of the terminal's size the terminal has wrapped old lines anew, so the screen is cleared and a header is
+After a change of the terminal's size the terminal has wrapped old lines again, so the screen is cleared and a header is
 printed again. When the region is closed, its lines are erased and the cursor is shown, whatever the reason.
 """
 

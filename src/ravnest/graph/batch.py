@@ -71,7 +71,7 @@ def flatten(batch: Any, path: str) -> tuple[Any, list[tuple[str, Tensor]]]:
 
 
 def _items(node: Any) -> dict[Any, Any] | None:
-    """What a container holds; None if it is none."""
+    """The items of a container by key; None for any other object."""
     if isinstance(node, Mapping):
         return dict(node.items())
     if isinstance(node, list | tuple):

@@ -404,7 +404,7 @@ def _replaced(before: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
 
 
 def _key(function: Any) -> Any:
-    """Identifies an autograd function or a hook, also if the forward pass defines it anew each time."""
+    """Identifies an autograd function or a hook, also if the forward pass defines it again each time."""
     if isinstance(function, type):
         return function.__module__, function.__qualname__
     return getattr(getattr(function, "__func__", function), "__code__", type(function))

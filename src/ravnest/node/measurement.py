@@ -66,7 +66,7 @@ def _clamped(bytes_per_s: float) -> float:
 
 
 class MeasuredSpeed(msgspec.Struct, frozen=True):
-    """Speed of so many threads, alone on this PC. `memory_bytes` is that of an accelerator, at the measurement."""
+    """Speed of `threads` threads, alone on this PC. `memory_bytes` is that of an accelerator, at the measurement."""
 
     gflops: float
     threads: int
@@ -101,7 +101,7 @@ class SpeedCache:
         self._path, self._conditions, self._now_s = path, conditions, now_s
 
     def get(self, threads: int) -> MeasuredSpeed | None:
-        """Return the speed of so many threads; None if it is unknown, outdated, or that of an accelerator."""
+        """Return the speed of `threads` threads; None if it is unknown, outdated, or that of an accelerator."""
         try:
             known = msgspec.json.decode(self._path.read_bytes(), type=_Remembered)
         except (OSError, ValueError):

@@ -281,7 +281,7 @@ class RunDriver:
         """Order the next checkpoint before batch `number` is offered: of a step that `checkpoint_every` divides.
 
         A cluster that trains alone writes it after exactly that many batches. Of several clusters, the one that has
-        made the most progress writes it once so many batches are trained, one checkpoint at a time.
+        made the most progress writes it once that many batches are trained, one checkpoint at a time.
         """
         every, leading = self._checkpoints.config.every, self._leading(is_started=False)
         if not every or not leading:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -48,7 +49,7 @@ def require_library(module: str, name: str) -> Any:
         ) from error
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """Base class of trackers: turns events into parameters and metrics."""
 
     def __init__(self) -> None:
@@ -56,21 +57,21 @@ class Tracker(Callback):
 
     # what a tracker must be able to do
 
+    @abstractmethod
     def open(self, event: StartEvent, parameters: Mapping[str, Any]) -> None:
         """Begin a run of the tracker, or continue that of a resumed run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log metrics of a step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self, name: str, text: str, step: int) -> None:
         """Log a text, such as a plan."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, event: EndEvent) -> None:
         """End the run of the tracker."""
-        raise NotImplementedError
 
     # events
 

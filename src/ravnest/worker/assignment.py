@@ -135,7 +135,7 @@ class AssignmentRun:
             self._pending_replicas.discard(written)
 
     def set_threads(self, threads: int) -> None:
-        """Compute with so many threads from the next action on; a stage that does not run yet reads its limits then."""
+        """Compute with `threads` threads from the next action on; a stage that is loading reads its limits later."""
         with self._lock:
             if self._runner is not None:
                 self._runner.call_in_loop(lambda loop: torch.set_num_threads(threads))

@@ -207,7 +207,7 @@ def _shards(specs: Iterable[StateSpec], max_bytes: int) -> list[list[StateSpec]]
 def job_of(run: Path, job: Path | None, purpose: str) -> Job:
     """Return the job of the run's job file, with the arguments it had, or of the given file.
 
-    Raises `ValueError` if there is none.
+    Raises `ValueError` if it does not exist.
     """
     known, arguments = run / "job.txt", list[str]()
     if job is None and known.exists():
