@@ -37,9 +37,14 @@ def join(
     ticket: Annotated[str, typer.Argument(help="The ticket that `ravnest train --listen` printed: rav1-...")],
     name: Annotated[str | None, typer.Option(help="Name of this PC in the run. Without it: its host name.")] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory limit, such as 4GB. Without it: what is free now.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory limit, such as 4GB. Without it: what is free, shared with other agents here."
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Processor cores to use. Without it: all of them.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Processor cores to use. Without it: all, shared with other agents here.")
+    ] = None,
     max_upload: Annotated[
         str | None, typer.Option(metavar="RATE", help="Upload limit, such as '10 Mbit/s'. Without it: no limit.")
     ] = None,
