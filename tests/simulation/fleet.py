@@ -127,10 +127,11 @@ class Fleet:
         assert restore(snapshot(state)) == state
         self.requester.trained = {batch for batch in range(self.requester.steps) if state.leases.is_settled(batch)}
         self.is_down = False
+        away_s = _START_S + self.loop.time() - state.last_event_s
         self._open(state)
         for name in [name for name, node in state.nodes.items() if node.is_present]:
             self.coordinator.record(NodeLost(self.coordinator.now_s(), name, "the coordinator was restarted", True))
-        self.coordinator.resume()
+        self.coordinator.resume(away_s)
 
     def dial_feed(self, stage: Stage) -> Feed | None:
         """None if the coordinator rejects it."""

@@ -41,6 +41,7 @@ _WAITING = "waiting for a plan"
 
 def apply(state: CoordinatorState, event: Event) -> None:
     """Change the state. Events of unknown nodes and clusters change nothing."""
+    state.last_event_s = event.at_s
     text = describe(event)
     if text is not None:
         state.log(event.at_s, text)

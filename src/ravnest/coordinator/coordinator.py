@@ -6,8 +6,8 @@ the work: `ClusterService` for running clusters, `PlanningService` for plans, `A
 
 A cluster that was training when the coordinator stopped trains the batches it has; then each member stores the state of
 its stage. The updates in the replica of the first stage are the steps that were trained: their leases are settled, the
-others are returned. Such a cluster ends when all its members have reconnected and released their stages, or after
-`_RESUME_TIMEOUT_S`.
+others are returned. Such a cluster ends when all its members have reconnected and released their stages, or when
+members that try to reconnect would have done so.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ from ravnest.protocol.control import (
     ReplicaStored,
     StageReport,
     Welcome,
+    reconnect_interval_s,
 )
 from ravnest.protocol.peer import PeerAddresses
 from ravnest.transport.address import check_address
@@ -99,7 +100,7 @@ from ravnest.transport.p2p.relay_server import RelayServer, RelayServerConfig
 
 __all__ = ["Coordinator"]
 
-_RESUME_TIMEOUT_S = 45.0
+_RECONNECT_ATTEMPT_S = 10.0  # that one attempt of a node may take
 _LEAVE_RETIRE_S = 1.5  # for the cluster of a leaving node to train the batches it has
 _RESTARTED = "the coordinator was restarted"
 
@@ -107,9 +108,10 @@ _RESTARTED = "the coordinator was restarted"
 class ResumeService:
     """Ends the clusters that were training when the coordinator stopped; calls `on_ended` for each."""
 
-    def __init__(self, context: CoordinatorContext, on_ended: Callable[[ClusterRecord], None]) -> None:
+    def __init__(self, context: CoordinatorContext, away_s: float, on_ended: Callable[[ClusterRecord], None]) -> None:
+        """`away_s`: seconds between the last event of the earlier process and the start of this one."""
         self._context, self._on_ended = context, on_ended
-        self._start_s = context.now_s()
+        self._due_s = context.now_s() + reconnect_interval_s(away_s) + _RECONNECT_ATTEMPT_S
         self._released: dict[str, set[str]] = {cluster.plan.id: set() for cluster in context.state.live_clusters()}
 
     def __bool__(self) -> bool:
@@ -122,8 +124,8 @@ class ResumeService:
                 names.add(name)
 
     def tick(self) -> None:
-        """End clusters whose members have all released their stages, or all of them after the timeout."""
-        is_late = self._context.now_s() >= self._start_s + _RESUME_TIMEOUT_S
+        """End clusters whose members have all released their stages, or all of them when it is due."""
+        is_late = self._context.now_s() >= self._due_s
         for cluster, names in list(self._released.items()):
             if is_late or names.issuperset(self._context.state.clusters[cluster].plan.members):
                 self._end(self._context.state.clusters[cluster])
@@ -251,11 +253,11 @@ class Coordinator:
                 if not self._resuming:  # members of these clusters are about to be free
                     self._planning.execute(decision)
 
-    def resume(self) -> None:
-        """Continue a run that was training when the coordinator was stopped."""
+    def resume(self, away_s: float) -> None:
+        """Continue a run that was training when the coordinator was stopped, `away_s` ago."""
         if self.state.round is not None:
             self.record(RoundClosed(self.now_s(), self.state.round.number, _RESTARTED))
-        self._resuming = ResumeService(self, self._resumed_cluster_ended)
+        self._resuming = ResumeService(self, away_s, self._resumed_cluster_ended)
         leases = self.state.leases
         trained, waiting = leases.counts.settled, len(leases.unsettled)
         self.note(f"run resumed: {trained} batches are trained, {waiting} were leased when the coordinator stopped")

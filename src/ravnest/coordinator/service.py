@@ -128,6 +128,7 @@ class CoordinatorServer:
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         journal = config.directory / "journal"
         state, problems = replay(journal)
+        away_s = max(config.clock() - state.last_event_s, 0.0)
         self._journal = Journal(journal, on_trouble=self._trouble)
         self._on_event, self._live = on_event, live
         self.coordinator = Coordinator(
@@ -148,7 +149,7 @@ class CoordinatorServer:
             self.coordinator.record(lost)
         self.is_resumed = resume and state.run == run and state.end_reason is None
         if self.is_resumed:
-            self.coordinator.resume()
+            self.coordinator.resume(away_s)
         else:
             self.coordinator.record(RunStarted(self.coordinator.now_s(), run, steps, release, first))
         for name in config.local_nodes:

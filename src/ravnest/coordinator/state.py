@@ -257,6 +257,7 @@ class CoordinatorState(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     release: str = ""
     steps: int | None = None
     started_s: float = 0.0
+    last_event_s: float = 0.0
     end_reason: str | None = None
     generation: int = 0
     has_trained: bool = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ from ravnest.protocol.control import (
     StoreReplica,
     Waiting,
     Welcome,
+    reconnect_interval_s,
 )
 from ravnest.protocol.worker import EndpointOpened, StageReleased, StartWorker, WorkerUnable
 
@@ -231,9 +233,10 @@ class Agent:
         backoff, failures, max_wait_s = Backoff(), 0, self._config.max_wait_s
         limit = "" if max_wait_s is None else f" for up to {format_seconds(max_wait_s)}"
         away = None if max_wait_s is None else Deadline(max_wait_s)
+        lost_s = time.monotonic()
         while (problem := await self._try_session()) is not None:
             if self._is_welcome:  # the session worked: this is a first failure
-                self._is_welcome, failures = False, 0
+                self._is_welcome, failures, lost_s = False, 0, time.monotonic()
                 backoff.reset()
                 if away is not None:
                     away.restart()
@@ -245,7 +248,7 @@ class Agent:
                     raise self._away(problem)
                 training = ", training continues" if self._reconciler.holding else ""
                 self._console.log(f"{problem}; retrying{limit}{training}")
-                await asyncio.sleep(backoff.next_s())
+                await asyncio.sleep(min(backoff.next_s(), reconnect_interval_s(time.monotonic() - lost_s)))
 
     def _away(self, problem: str) -> CoordinatorAway:
         assert self._config.max_wait_s is not None

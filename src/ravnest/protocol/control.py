@@ -41,6 +41,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "NODE_HEADER",
     "MAX_REPLICAS",
+    "reconnect_interval_s",
 ]
 
 MAX_MESSAGE_BYTES = 256 * 1024
@@ -48,8 +49,14 @@ NODE_HEADER = "X-Ravnest-Node"  # on a unix socket: the name of the client
 FILE_HEADER = "X-Ravnest-File"  # on a unix socket: a file of this host instead of a body
 MAX_REPLICAS = 4  # replicas per node: its own, those of other nodes, and those that a plan may still need
 
+_MIN_RECONNECT_S, _MAX_RECONNECT_S = 5.0, 30.0
 _MAX_MEMORY_BYTES, _MAX_BYTES_PER_S, _MAX_GFLOPS, _MAX_LATENCY_S = 1 << 46, 1e12, 1e8, 60.0
 _MAX_THREADS, _MAX_DEVICE = 4096, 32
+
+
+def reconnect_interval_s(away_s: float) -> float:
+    """Most seconds between two attempts of a node to reach a coordinator that has been away for `away_s`."""
+    return min(max(away_s / 20, _MIN_RECONNECT_S), _MAX_RECONNECT_S)
 
 
 class NodeProfile(Record, frozen=True, kw_only=True):
