@@ -32,7 +32,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
-TUTORIALS = [ROOT / "README.md", ROOT / "docs/tutorial/first-run.md"]
+TUTORIALS = [ROOT / "README.md"]
 LONG = [
     *sorted({*(ROOT / "docs/tutorial").glob("*.md")} - {*TUTORIALS}),
     *(ROOT / f"docs/how-to/{name}.md" for name in ("data", "fine-tune", "track")),

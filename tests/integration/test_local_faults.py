@@ -39,7 +39,7 @@ STEPS_AFTER = 10
 class LocalRun:
     """`ravnest train --local` in a process of its own, with the process ids of its nodes' workers."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, nodes: int, *options: str) -> None:
         (directory / "job.py").write_text(JOB)
         self.folder = directory / "run"
         command = [
@@ -48,6 +48,8 @@ class LocalRun:
             "ravnest",
             "train",
             "job.py",
+            "--local",
+            str(nodes),
             "--run-dir",
             "run",
             "--steps",
@@ -58,7 +60,7 @@ class LocalRun:
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output, cwd=directory)
         self._monitor = RunFolderMonitor(self.folder)
-        self.wait_until(lambda: self.progress().steps > 3, "training")
+        self.wait_until(lambda: self._has_trained(nodes), "training of all nodes")
         workers = sorted(self._workers(), key=lambda process: process.create_time())
         self._worker_of = dict(enumerate(workers))
 
@@ -75,6 +77,10 @@ class LocalRun:
             assert self._process.poll() is None, self.output[-4000:]
             assert time.monotonic() < deadline, f"{what} did not happen\n{self.output[-4000:]}"
             time.sleep(0.01)  # the files of another process give no events
+
+    def _has_trained(self, nodes: int) -> bool:
+        updates = self.progress().updates
+        return all(updates.get(f"node-{i}", 0) > 1 for i in range(nodes))
 
     def kill_worker(self, node: int) -> None:
         """Kill the worker of a node, and wait until another has replaced it."""
@@ -133,7 +139,7 @@ def check_end(run: LocalRun, num_kills: int) -> None:
 
 @pytest.mark.soak
 def test_a_single_cluster_continues_after_a_kill(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path, "--local", "3")
+    run = LocalRun(tmp_path, 3)
     try:
         kill_in_phase(run, "forward", 0)
         check_end(run, 1)
@@ -144,7 +150,7 @@ def test_a_single_cluster_continues_after_a_kill(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in (1, 2, 3))])
 def test_two_clusters_continue_after_a_kill_in_each_phase(first: int, tmp_path: Path) -> None:
     """Another node is killed in each phase; from every `first`, each node is killed in each phase."""
-    run = LocalRun(tmp_path, "--local", "4", "--clusters", "2", "--average-every", "36", "--checkpoint-every", "20")
+    run = LocalRun(tmp_path, 4, "--clusters", "2", "--average-every", "36", "--checkpoint-every", "20")
     try:
         for i, phase in enumerate(PHASES):
             kill_in_phase(run, phase, (first + i) % 4)

@@ -99,8 +99,13 @@ def torch_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "digits", "resnet50"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        *((name, optimizer) for name in ("gpt", "gpt_tied", "digits") for optimizer in OPTIMIZERS),
+        *(pytest.param("resnet50", o, marks=pytest.mark.soak if o != "momentum" else ()) for o in OPTIMIZERS),
+    ],
+)
 def test_synchronous_mode_is_plain_pytorch_bit_for_bit(name: str, optimizer: str) -> None:
     if name == "resnet50" and optimizer != "momentum":
         optimizer = "momentum"  # one is enough for the largest

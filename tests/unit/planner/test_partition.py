@@ -31,7 +31,7 @@ SMALL = MemoryModel(base_bytes=0, correction_copies=1)
 
 
 @given(problem=problems())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_it_is_the_best_there_is(problem: Problem) -> None:
     assert problem.depths is not None
     best = brute_force(problem, problem.depths)
@@ -63,7 +63,7 @@ def check(problem: Problem, cuts: tuple[int, ...], in_flight: tuple[int, ...]) -
 
 
 @given(problem=problems(given_depths=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_depths_that_are_not_given_are_found(problem: Problem) -> None:
     try:
         found = partition(problem)
@@ -82,7 +82,7 @@ def test_depths_that_are_not_given_are_found(problem: Problem) -> None:
 
 
 @given(problem=problems())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_missing_memory_is_exactly_what_is_missing(problem: Problem) -> None:
     assert problem.depths is not None
     missing = missing_bytes(problem)
@@ -97,7 +97,7 @@ def test_missing_memory_is_exactly_what_is_missing(problem: Problem) -> None:
 
 
 @given(problem=problems())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_stretches_are_added_up_exactly(problem: Problem) -> None:
     cut_points = problem.chain.cut_points(512)
     for k in range(1, cut_points.end + 1):

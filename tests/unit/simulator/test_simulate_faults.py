@@ -217,7 +217,7 @@ def test_all_microbatches_are_trained_despite_faults() -> None:
     check_accounts(simulation)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_accounts_balance_for_any_trace(seed: int) -> None:
     """Microbatches add up, absent machines do not work, none works twice, and the simulation is repeatable."""
