@@ -94,7 +94,7 @@ async def served(
             try:
                 yield Served(service, dashboard, client)
             finally:
-                await service.close("the test is over")
+                await service.close("the test is over", is_over=False)  # no wait for nodes that are away
 
 
 class Messages:
