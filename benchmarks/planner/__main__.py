@@ -29,7 +29,7 @@ from ravnest.planner.clusters.search import form_clusters, search_groupings
 def main() -> None:
     options = arguments(__doc__).parse_args()
     report = Report("planner: clusters of uneven machines")
-    add_small(report, count=40 if options.quick else 240, max_machines=5 if options.estimator else 6)
+    add_small(report, count=40 if options.quick else 240, max_machines=5 if options.quick else 6)
     for machines in (10, 50) if options.quick else (10, 50, 200, 1000):
         add_large(report, machines, seeds=1 if options.quick or machines > 200 else 3)
     add_simulation(report, quick=options.quick)
