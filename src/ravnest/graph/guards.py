@@ -84,6 +84,25 @@ def _geqrf(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.aten.geqrf.default(tensor)  # type: ignore[no-any-return]
 
 
+def _div(tensor: Any, other: Any, *, rounding_mode: str | None) -> torch.Tensor:
+    """The smallest integer divided by -1 ends the process if it is rounded by truncation."""
+    kind = torch.ops.aten.div.Tensor_mode if isinstance(other, torch.Tensor) else torch.ops.aten.div.Scalar_mode
+    if rounding_mode != "trunc" or not _has_values(tensor) or not _is_minus_one_in(tensor, other):
+        return kind(tensor, other, rounding_mode=rounding_mode)  # type: ignore[no-any-return]
+    if not isinstance(other, torch.Tensor):
+        return -tensor  # type: ignore[no-any-return]
+    quotient = kind(tensor, torch.where(other == -1, 1, other), rounding_mode=rounding_mode)
+    return torch.where(other == -1, -tensor.to(quotient.dtype), quotient)
+
+
+def _is_minus_one_in(tensor: torch.Tensor, divisor: torch.Tensor | float) -> bool:
+    """Whether integers are divided by -1."""
+    if isinstance(divisor, torch.Tensor):
+        is_integer = not (tensor.is_floating_point() or divisor.is_floating_point())
+        return is_integer and not divisor.is_complex() and bool((divisor == -1).any())
+    return isinstance(divisor, int) and divisor == -1 and tensor.dtype.is_signed and not tensor.is_floating_point()
+
+
 def _has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has elements that can be read: not one of a dry run or a trace."""
     return tensor.device.type != "meta" and type(tensor) is torch.Tensor and tensor.numel() > 0
@@ -103,4 +122,8 @@ GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their 
     "aten.fractional_max_pool3d.default": _fractional_max_pool(3),
     "aten.diff.default": _diff,
     "aten.geqrf.default": _geqrf,
+    "aten.div.Tensor_mode": _div,
+    "aten.div.Scalar_mode": _div,
+    "aten.divide.Tensor_mode": _div,
+    "aten.divide.Scalar_mode": _div,
 }

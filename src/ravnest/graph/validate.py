@@ -53,6 +53,8 @@ MAX_LIST = 4096
 _TEXT = re.compile(r"[A-Za-z0-9 ,.>\-]{0,200}")
 _MEMORY_FORMATS = ("~contiguous_format", "~channels_last", "~channels_last_3d", "~preserve_format")
 _MAX_INT = 2**63 - 1
+_CHOICES = ("reduction", "interpolation_mode", "padding_mode", "mode")
+_CHOICE_VALUES = (0, 1, 2)  # torch checks few of them: a loss with another reduction returns memory as it found it
 _LIST = re.compile(r"(Optional\[)?List\[(.*?)\]\]?")
 
 
@@ -101,6 +103,9 @@ def check_arguments(where: str, op: Op, kinds: dict[str, str]) -> None:
 def _check_argument(where: str, argument: Declared, arg: Any, kinds: dict[str, str]) -> None:
     if argument.name == "other" and is_number(arg, kinds):
         return  # torch accepts a number for a tensor named `other`
+    is_choice = argument.type == "int" and argument.name in _CHOICES
+    if is_choice and (isinstance(arg, bool | float | str) or arg not in _CHOICE_VALUES):
+        raise ProgramError(f"{where}: argument {argument.name} = {arg!r:.60} must be 0, 1 or 2")
     if not _fits(argument.type, arg, kinds):
         raise ProgramError(f"{where}: argument {argument.name} = {arg!r:.60} is not a {argument.type}")
 

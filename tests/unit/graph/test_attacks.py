@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from ravnest.errors import ProgramError
 from ravnest.graph import StageLimits, dump, load, split, trace
+from ravnest.graph.ops import ALLOWED
+from ravnest.graph.validate import Declared, _check_argument, declared_arguments
 
 
 class Small(nn.Module):
@@ -278,3 +280,22 @@ def test_a_node_sets_its_own_limits() -> None:
         load(good(), StageLimits(text_bytes=100))
     with pytest.raises(ValueError, match="batch must be an integer > 0"):
         StageLimits(batch=0)
+
+
+CHOICES = [
+    (op, argument)
+    for op in sorted(ALLOWED)
+    for argument in declared_arguments(op)
+    if argument.type == "int" and argument.name in ("reduction", "mode", "interpolation_mode", "padding_mode")
+]
+
+
+@pytest.mark.parametrize(("op", "argument"), CHOICES, ids=[f"{op} {argument.name}" for op, argument in CHOICES])
+def test_a_choice_that_torch_does_not_know_is_rejected(op: str, argument: Declared) -> None:
+    """Some losses return memory that they have not written: whatever the process had there."""
+    kinds = {"x": "tensor", "n": "number"}
+    for value in (3, -1, 2**31, 2**62, 0.0, True, None, "%n"):
+        with pytest.raises(ProgramError, match=rf"{op}: argument {argument.name} = .* must be 0, 1 or 2"):
+            _check_argument(op, argument, value, kinds)
+    for value in (0, 1, 2):
+        _check_argument(op, argument, value, kinds)

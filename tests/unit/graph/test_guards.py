@@ -62,3 +62,30 @@ def test_a_ctc_target_beyond_the_classes_is_rejected() -> None:
     lengths = torch.full((3,), 5), torch.full((3,), 2)
     with pytest.raises(IndexError, match="CTC target is out of range"):
         resolve(CTC)(torch.zeros(5, 3, 6), torch.full((3, 2), 6), *lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8], ids=str)
+@pytest.mark.parametrize("name", ["div", "divide"])
+def test_the_smallest_integer_is_divided_by_minus_one(name: str, dtype: torch.dtype) -> None:
+    """Without the guard, truncation ends the process here."""
+    smallest = torch.iinfo(dtype).min
+    tensor = torch.full((40,), smallest, dtype=dtype)
+    for divisor in (torch.full((40,), -1, dtype=dtype), torch.tensor(-1, dtype=dtype)):
+        assert resolve(f"aten.{name}.Tensor_mode")(tensor, divisor, rounding_mode="trunc").unique().tolist() == [
+            smallest
+        ]
+    assert resolve(f"aten.{name}.Scalar_mode")(tensor, -1, rounding_mode="trunc").unique().tolist() == [smallest]
+
+
+@pytest.mark.parametrize("mode", [None, "trunc", "floor"])
+@pytest.mark.parametrize("dtypes", [("int64", "int32"), ("uint8", "int8"), ("float32", "int64"), ("int32", "float32")])
+def test_division_is_that_of_torch(dtypes: tuple[str, str], mode: str | None) -> None:
+    numbers = [-7, -2, -1, 1, 2, 5] if "uint8" not in dtypes else [1, 2, 5, 7, 1, 3]
+    tensor = torch.tensor(numbers, dtype=getattr(torch, dtypes[0]))[:, None]
+    divisor = torch.tensor([-3, -1, 1, 4], dtype=getattr(torch, dtypes[1]))
+    for other in (divisor, -1, 3, 2.5):
+        kind = "Tensor_mode" if isinstance(other, torch.Tensor) else "Scalar_mode"
+        expected = torch.div(tensor, other, rounding_mode=mode)
+        found = resolve(f"aten.div.{kind}")(tensor, other, rounding_mode=mode)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
