@@ -105,7 +105,8 @@ def may_open_browser(environment: Mapping[str, str], platform: str) -> bool:
 
 async def _serve(data: DashboardData, console: Console, *, browser: bool) -> None:
     """Serve the pages on this machine until Ctrl-C."""
-    from ravnest.dashboard.site import Access, LocalListener
+    from ravnest.dashboard.listener import LocalListener
+    from ravnest.dashboard.site import Access
 
     listener = LocalListener(data, Access.new())
     try:

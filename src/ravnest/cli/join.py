@@ -151,7 +151,8 @@ async def node_page(membership: TicketMembership, directory: Path) -> AsyncItera
     The link is a secret: it is printed on a terminal only, and kept in a file of this user elsewhere.
     """
     from ravnest.cli.dashboard import RemoteRun
-    from ravnest.dashboard.site import Access, LocalListener
+    from ravnest.dashboard.listener import LocalListener
+    from ravnest.dashboard.site import Access
 
     listener, path = LocalListener(RemoteRun(membership.connect), Access.new()), directory / "page.url"
     try:

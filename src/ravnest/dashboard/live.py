@@ -21,8 +21,9 @@ from ravnest.coordinator.service import CoordinatorServer
 from ravnest.dashboard.contributions import NodeContribution
 from ravnest.dashboard.document import LiveDocument, contribution_values, document_values
 from ravnest.dashboard.history import RunHistory, load_saved
+from ravnest.dashboard.listener import LocalListener
 from ravnest.dashboard.prometheus import metrics_text
-from ravnest.dashboard.site import HEADERS, Access, LocalListener, Role, bearer, make_site, write_secret
+from ravnest.dashboard.site import HEADERS, Access, Role, bearer, make_site, write_secret
 from ravnest.dashboard.stream import Stream
 
 __all__ = ["ACCESS_FILE", "Dashboard"]
@@ -69,6 +70,7 @@ class Dashboard:
             self._record_settled(event)
             return
         self.history.add_event(event)
+        self.viewers.wake()
         state = self._service.coordinator.state if self._service is not None else None
         if isinstance(event, NodeReady) and state is not None and state.is_training(event.cluster):
             self.history.contributions.begin(event.cluster, event.at_s)

@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from aiohttp import web
 
+from ravnest.coordinator.http.limits import RequestRates
 from ravnest.dashboard.prometheus import CONTENT_TYPE
 from ravnest.errors import LinkError, RequestRejected
 
@@ -37,7 +38,6 @@ __all__ = [
     "HEADERS",
     "Access",
     "DashboardData",
-    "LocalListener",
     "Role",
     "bearer",
     "make_site",
@@ -61,10 +61,9 @@ HEADERS = {
 }
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_REQUESTS_PER_S, _BURST = 100.0, 300
-_REJECTION_S = 1.0  # before a rejection is sent: a client that repeats at once does not keep this process busy
-_MAX_REJECTED = 64  # requests that wait for their rejection; further ones are disconnected
-_CLOSE_S = 1.0
+_REQUESTS_PER_S, _BURST = 80.0, 1200.0  # of all networks; a quarter from each. A page takes 15 requests at its start
+_REJECTION_S = 2.0  # before a rejection is sent: a client that repeats at once does not keep this process busy
+_MAX_REJECTED = 32  # requests that wait for their rejection; further ones are disconnected
 
 
 class Access(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -149,12 +148,12 @@ def make_site(data: DashboardData, admit: Admit, *, hosts: Callable[[], set[str]
 
 def _limits(hosts: Callable[[], set[str]] | None) -> Any:
     """Limit the rate of requests, and refuse pages of other origins and names that lead to this host."""
-    bucket = _Bucket()
+    rates, rejections = RequestRates(_REQUESTS_PER_S, _BURST, time.monotonic), _Rejections()
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not bucket.take():
-            return await bucket.reject(request)
+        if not rates.take(request.remote or ""):
+            return await rejections.reject(request)
         if hosts is not None and request.headers.get("Host", "") not in hosts():
             return _error("this address is not served here: open the link that `ravnest dashboard` prints", 421)
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
@@ -171,33 +170,23 @@ def _limits(hosts: Callable[[], set[str]] | None) -> Any:
     return answer
 
 
-class _Bucket:
-    """A token bucket of requests."""
+class _Rejections:
+    """Rejections of requests beyond the rate: each is sent after a while."""
 
     def __init__(self) -> None:
-        self._left, self._at_s = float(_BURST), time.monotonic()
-        self._num_rejected = 0  # that wait
-
-    def take(self) -> bool:
-        now_s = time.monotonic()
-        self._left = min(_BURST, self._left + (now_s - self._at_s) * _REQUESTS_PER_S)
-        self._at_s = now_s
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
+        self._num_waiting = 0
 
     async def reject(self, request: web.Request) -> web.Response:
         """Return a rejection after a while, or disconnect at once if many wait for theirs."""
-        if self._num_rejected >= _MAX_REJECTED and request.transport is not None:
+        if self._num_waiting >= _MAX_REJECTED and request.transport is not None:
             request.transport.abort()
         else:
-            self._num_rejected += 1
+            self._num_waiting += 1
             try:
                 await asyncio.sleep(_REJECTION_S)
             finally:
-                self._num_rejected -= 1
-        return _error("too many requests: try again in a second", 429, {"Retry-After": "1"})
+                self._num_waiting -= 1
+        return _error("too many requests: try again in a few seconds", 429, {"Retry-After": "5"})
 
 
 class _Site:
@@ -255,35 +244,3 @@ def _error(reason: str, status: int, headers: dict[str, str] | None = None) -> w
         text=json.dumps({"error": reason}), status=status, content_type="application/json",
         headers={**HEADERS, **(headers or {})},
     )  # fmt: skip
-
-
-class LocalListener:
-    """Serves the pages over plain HTTP to programs of this host only."""
-
-    def __init__(self, data: DashboardData, access: Access) -> None:
-        self.access = access
-        app = make_site(data, lambda request: access.role_of(bearer(request)), hosts=self._hosts)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_CLOSE_S)
-
-    def _hosts(self) -> set[str]:
-        return {f"{host}:{self.access.port}" for host in ("127.0.0.1", "localhost")}
-
-    async def open(self, port: int | None = None) -> None:
-        """Listen at `port`, else at that of the last start if it is free, else at any; raises `OSError`."""
-        await self._runner.setup()
-        wanted = [port] if port is not None else [self.access.port, 0] if self.access.port else [0]
-        for attempt, number in enumerate(wanted):
-            try:
-                site = web.TCPSite(self._runner, "127.0.0.1", number)
-                await site.start()
-            except OSError:
-                if attempt == len(wanted) - 1:
-                    await self._runner.cleanup()
-                    raise
-                continue
-            self.access.port = self._runner.addresses[0][1]
-            return
-
-    async def close(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._runner.cleanup()

@@ -10,7 +10,8 @@ import pytest
 
 from ravnest.cli.join import node_page
 from ravnest.cli.target import find_target
-from ravnest.dashboard.site import Access, LocalListener
+from ravnest.dashboard.listener import LocalListener
+from ravnest.dashboard.site import Access
 from ravnest.node.membership import TicketMembership
 from ravnest.transport.ticket import Ticket
 from tests.unit.coordinator.attacks import run

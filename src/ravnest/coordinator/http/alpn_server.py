@@ -336,6 +336,10 @@ class HttpProtocol:
     def request_s(self) -> float:
         return self._request_s
 
+    @property
+    def num_connections(self) -> int:
+        return 0 if self._runner.server is None else len(self._runner.server.connections)
+
     def discard(self, connection: _HttpConnection) -> None:
         self._pending.pop(connection.inner, None)
 
