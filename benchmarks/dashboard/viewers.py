@@ -12,7 +12,7 @@ import aiohttp
 
 from benchmarks.control.child import serve
 
-_CONNECTIONS = 32  # of a flood
+_CLIENTS = 32  # of a flood
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 
 
@@ -42,13 +42,14 @@ class Viewers:
                     started.set()
 
     async def flood(self, *, link: str) -> None:
-        """Send requests as fast as answers arrive, each connection the next at once."""
-        self._tasks += [asyncio.create_task(self._flood(link)) for _ in range(_CONNECTIONS)]
+        """Send requests as fast as answers arrive, each client the next at once, half of them by a new connection."""
+        self._tasks += [asyncio.create_task(self._flood(link, keeps=i % 2 == 0)) for i in range(_CLIENTS)]
 
-    async def _flood(self, link: str) -> None:
+    async def _flood(self, link: str, *, keeps: bool) -> None:
         origin, _, token = link.partition("/#token=")
         headers = {"Authorization": f"Bearer {token}"}
-        async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+        connector = aiohttp.TCPConnector(force_close=not keeps)
+        async with aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector) as session:
             while True:
                 try:
                     async with session.get(f"{origin}/v1/nodes/node-0", headers=headers) as answer:
