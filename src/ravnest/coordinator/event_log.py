@@ -19,6 +19,8 @@ _MAX_LENGTH = 600
 def printable(text: str) -> str:
     """The text on one line, without control characters, and truncated."""
     short = text[: _MAX_LENGTH - 1] + "…" if len(text) > _MAX_LENGTH else text
+    if short.isprintable():
+        return short
     return "".join(letter if letter.isprintable() else " " for letter in short)
 
 

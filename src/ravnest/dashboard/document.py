@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from ravnest.coordinator.status import ClusterStatus, NodeStatus, RunStatus
-from ravnest.dashboard.history import RunHistory
+from ravnest.core.metrics import StageMetrics
+from ravnest.dashboard.history import EventRow, PlanRow, RunHistory
 from ravnest.dashboard.series import Series
 
-__all__ = ["LiveDocument", "contribution_values", "document_values"]
+__all__ = ["LiveDocument", "contribution_values", "document_values", "encoded"]
 
 _SILENT_S = 15.0
 
@@ -38,7 +39,7 @@ def document_values(status: RunStatus, history: RunHistory) -> Iterator[tuple[st
         if cluster.phase in ("forming", "training") or cluster.id in history.plans:
             yield f"cluster/{cluster.id}", _cluster(cluster)
             for stage, metrics in sorted(history.stages.get(cluster.id, {}).items()):
-                yield f"stage/{cluster.id}/{stage}", _finite(msgspec.structs.asdict(metrics))
+                yield f"stage/{cluster.id}/{stage}", metrics
     for name, plan in history.plans.items():
         yield f"plan/{name}", plan
     for row in history.events:
@@ -89,12 +90,21 @@ def _finite(metrics: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def encoded(value: Any) -> bytes:
+    """Return a value as JSON."""
+    return msgspec.json.encode(_finite(msgspec.structs.asdict(value)) if isinstance(value, StageMetrics) else value)
+
+
+_REPLACED = (EventRow, PlanRow, StageMetrics)
+
+
 class LiveDocument:
     """The encoded values and curves that viewers have after the last delta."""
 
     def __init__(self, history: RunHistory) -> None:
         self._history = history
         self.encoded: dict[str, bytes] = {}
+        self._replaced: dict[str, Any] = {}  # values that are replaced, never changed: the same object is no news
         self._sent = {"steps": (0, 0), "evaluations": (0, 0)}  # thinned, points
         self._snapshot: bytes | None = None
 
@@ -107,6 +117,7 @@ class LiveDocument:
         dropped = [key for key in self.encoded if key not in values and not (keep and key.startswith(keep))]
         for key in dropped:
             del self.encoded[key]
+            self._replaced.pop(key, None)
         return self._delta(changed, dropped)
 
     def add(self, values: Mapping[str, Any]) -> bytes | None:
@@ -116,7 +127,11 @@ class LiveDocument:
     def _changed(self, values: Mapping[str, Any]) -> dict[str, bytes]:
         changed: dict[str, bytes] = {}
         for key, value in values.items():
-            data = msgspec.json.encode(value)
+            if isinstance(value, _REPLACED):
+                if self._replaced.get(key) is value:
+                    continue
+                self._replaced[key] = value
+            data = encoded(value)
             if self.encoded.get(key) != data:
                 self.encoded[key] = changed[key] = data
         return changed

@@ -19,7 +19,7 @@ from ravnest.coordinator.events import Event, LeaseGranted, LeaseReturned, Lease
 from ravnest.coordinator.http.server import role_of
 from ravnest.coordinator.service import CoordinatorServer
 from ravnest.dashboard.contributions import NodeContribution
-from ravnest.dashboard.document import LiveDocument, contribution_values, document_values
+from ravnest.dashboard.document import LiveDocument, contribution_values, document_values, encoded
 from ravnest.dashboard.history import RunHistory, load_saved
 from ravnest.dashboard.listener import LocalListener
 from ravnest.dashboard.prometheus import metrics_text
@@ -136,7 +136,7 @@ class Dashboard:
         assert self._service is not None
         self._given_s = -1e9
         values, _ = self._values()
-        document = {key: msgspec.json.encode(value) for key, value in values.items() if not key.startswith("event/")}
+        document = {key: encoded(value) for key, value in values.items() if not key.startswith("event/")}
         self.history.save(self._folder, document, self._service.coordinator.now_s())
 
     def _values(self) -> tuple[Mapping[str, Any], str]:

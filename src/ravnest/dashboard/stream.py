@@ -1,8 +1,8 @@
 """Pushes the document of a run to viewers by server-sent events.
 
-One task encodes changes while there are viewers, at most twice a second and with at most a twenty-fifth of a core; all
-viewers get the same bytes. If that is not enough for all values of a large fleet twice a second, events and curves are
-sent in between, events as soon as they happen (`wake`), at most ten times a second. A viewer whose queue is full is
+One task encodes changes while there are viewers, at most twice a second and with at most 3 % of a core; all viewers
+get the same bytes. If that is not enough for all values of a large fleet twice a second, events and curves are sent in
+between. Events are sent as soon as they happen (`wake`), at most ten times a second. A viewer whose queue is full is
 disconnected: its page connects again and starts with a snapshot.
 """
 
@@ -20,7 +20,7 @@ from ravnest.dashboard.document import LiveDocument
 
 __all__ = ["Stream"]
 
-_MAX_SHARE = 0.04  # of a core, for all values
+_MAX_SHARE = 0.03  # of a core, for all values; writing them to the viewers is not counted
 _PAUSE_S = 0.1  # between two messages of events
 _MAX_VIEWERS = 64
 _MAX_QUEUED = 16  # messages per viewer
