@@ -1,8 +1,9 @@
 """Measures the speed of this PC and its line to the coordinator. The agent itself never imports torch.
 
 Speed is measured by `ravnest profile --json` in a subprocess, by one agent of this PC at a time. It is remembered for a
-week, or for ten minutes if other programs were busy, next to the directories of the nodes, together with the conditions
-of the measurement: processor, cores, release of torch. For other threads it is scaled by their number.
+week, or for ten minutes if other programs were busy, next to the directories of the nodes and for all agents of this
+user on this PC, together with the conditions of the measurement: processor, cores, release of torch. For other threads
+it is scaled by their number.
 """
 
 from __future__ import annotations
@@ -95,15 +96,21 @@ def _processor() -> str:
 
 
 class SpeedCache:
-    """The measured speed in a file, valid for the given conditions."""
+    """The measured speed in a file, and in a second one if there is one, valid for the given conditions."""
 
-    def __init__(self, path: Path, conditions: str, now_s: Callable[[], float] = time.time) -> None:
-        self._path, self._conditions, self._now_s = path, conditions, now_s
+    def __init__(
+        self, path: Path, conditions: str, now_s: Callable[[], float] = time.time, *, shared: Path | None = None
+    ) -> None:
+        self._paths = (path,) if shared is None else (path, shared)
+        self._conditions, self._now_s = conditions, now_s
 
     def get(self, threads: int) -> MeasuredSpeed | None:
         """Return the speed of `threads` threads; None if it is unknown, outdated, or that of an accelerator."""
+        return next((speed for path in self._paths if (speed := self._read(path, threads)) is not None), None)
+
+    def _read(self, path: Path, threads: int) -> MeasuredSpeed | None:
         try:
-            known = msgspec.json.decode(self._path.read_bytes(), type=_Remembered)
+            known = msgspec.json.decode(path.read_bytes(), type=_Remembered)
         except (OSError, ValueError):
             return None
         age_s, speed = self._now_s() - known.at_s, known.speed
@@ -116,10 +123,12 @@ class SpeedCache:
     def put(self, speed: MeasuredSpeed, *, is_busy: bool = False) -> None:
         """Remember a speed; that of a PC that was busy with other programs only for a while."""
         valid_s = _VALID_BUSY_S if is_busy else _VALID_S
-        draft = self._path.with_name(f".{self._path.name}-{os.getpid()}")
-        with contextlib.suppress(OSError):  # the next agent measures again
-            draft.write_bytes(msgspec.json.encode(_Remembered(self._conditions, self._now_s(), valid_s, speed)))
-            draft.replace(self._path)
+        data = msgspec.json.encode(_Remembered(self._conditions, self._now_s(), valid_s, speed))
+        for path in self._paths:
+            draft = path.with_name(f".{path.name}-{os.getpid()}")
+            with contextlib.suppress(OSError):  # the next agent measures again
+                draft.write_bytes(data)
+                draft.replace(path)
 
 
 async def measure_speed_once(

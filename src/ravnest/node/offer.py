@@ -24,7 +24,7 @@ class PcOffer:
     """The offer of one agent; `directory` keeps measurements of this PC, `host` the claims of its agents."""
 
     def __init__(self, limits: MachineLimits, directory: Path, host: Path | None) -> None:
-        self._limits, self._directory = limits, directory
+        self._limits, self._directory, self._host = limits, directory, host
         self._shares = HostShares(None if host is None else host / "agents")
         self._claims: tuple[Claim, ...] = ()
         self._speed: MeasuredSpeed | None = None
@@ -44,9 +44,10 @@ class PcOffer:
             RavnestError: The PC could not be measured, or has too little memory for one agent more.
         """
         usable_bytes(host_memory(), self._limits.memory_bytes)
-        cache = SpeedCache(self._directory / "speed.json", measuring_conditions())
+        host = self._host or self._directory  # agents of this PC may have different directories
+        cache = SpeedCache(self._directory / "speed.json", measuring_conditions(), shared=host / "speed.json")
         self._speed = await measure_speed_once(
-            cache, self._directory, lambda: self._share().threads, self._limits.memory_bytes, log
+            cache, host, lambda: self._share().threads, self._limits.memory_bytes, log
         )
         share = self._share()
         if share.memory_bytes < MIN_MEMORY_BYTES and self._speed.device == _CPU:

@@ -189,7 +189,7 @@ def test_a_plan_waits_until_no_node_connects_for_a_while() -> None:
     state = two()
     assert at(state, 34.9) == []
     assert next_decision_s(keep_alive(state, 34.0), 34.0, POLICY) == 35.0
-    assert at(state, 35.0) == [CreatePlan(("attic", "barn"), "2 nodes are free, no node connected for 15 s")]
+    assert at(state, 35.0) == [CreatePlan(("attic", "barn"), "2 nodes are free, no node joined for 15 s")]
     assert at(state, 35.0, min_nodes=3) == []
 
 
@@ -208,11 +208,20 @@ def test_a_plan_waits_for_nodes_that_have_enrolled_with_a_limit() -> None:
     state = two(on.NodeEnrolled(21.0, "den", "key", ""))
     assert plan_wait(state, 26.0, POLICY) == PlanWait(("attic", "barn"), 51.0, num_arriving=1)
     assert at(state, 50.9) == []
-    assert at(state, 51.0) == [CreatePlan(("attic", "barn"), "2 nodes are free, no node connected for 15 s")]
+    assert at(state, 51.0) == [CreatePlan(("attic", "barn"), "2 nodes are free, no node joined for 15 s")]
     assert at(state, 40.0, settle_s=5.0) == [CreatePlan(("attic", "barn"), "2 nodes are free since 20 s")]
     apply(state, connected(30.0, "den"))
     assert plan_wait(state, 30.0, POLICY).num_arriving == 0
-    assert at(state, 45.0) == [CreatePlan(("attic", "barn", "den"), "3 nodes are free, no node connected for 15 s")]
+    assert at(state, 35.9) == [], "another may enrol within the settle time after den"
+    assert at(state, 36.0) == [CreatePlan(("attic", "barn", "den"), "3 nodes are free, no node joined for 15 s")]
+
+
+def test_the_settle_time_passes_while_a_new_node_measures_its_pc() -> None:
+    state = two(on.NodeEnrolled(21.0, "den", "key", ""), connected(40.0, "den"))
+    assert at(state, 40.0) == [CreatePlan(("attic", "barn", "den"), "3 nodes are free, no node joined for 15 s")]
+    apply(state, connected(60.0, "den"))
+    assert at(state, 74.9) == [], "it is back, and others may come back too"
+    assert [type(decision) for decision in at(state, 75.0)] == [CreatePlan]
 
 
 def test_a_node_that_reconnects_often_does_not_delay_a_plan() -> None:
@@ -234,9 +243,7 @@ def test_unplaceable_nodes_are_not_planned_again_until_others_connect(failed: Ev
     assert at(state, 1100.0) == []
     apply(state, connected(1100.0, "cellar"))
     assert at(state, 1114.9) == []
-    assert at(state, 1115.0) == [
-        CreatePlan(("attic", "barn", "cellar"), "3 nodes are free, no node connected for 15 s")
-    ]
+    assert at(state, 1115.0) == [CreatePlan(("attic", "barn", "cellar"), "3 nodes are free, no node joined for 15 s")]
 
 
 def test_a_node_that_reconnects_with_more_resources_is_planned_again() -> None:
@@ -250,7 +257,7 @@ def test_new_nodes_form_further_clusters_while_others_train() -> None:
     apply(state, connected(1000.0, "den"))
     assert at(state, 1014.9, min_nodes=4) == []
     assert at(state, 1015.0, min_nodes=4) == [
-        CreatePlan(("cellar", "den"), "2 nodes are free, no node connected for 15 s")
+        CreatePlan(("cellar", "den"), "2 nodes are free, no node joined for 15 s")
     ]
     assert at(state, 1015.0, min_stages=3) == []
 

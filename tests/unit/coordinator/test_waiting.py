@@ -24,6 +24,7 @@ def test_it_is_said_until_a_cluster_trains() -> None:
     assert waiting([*START]) == "waiting for 2 more nodes, 0 connected"
     assert waiting(TWO[:2]) == "waiting for 1 more node, 1 connected"
     assert waiting(TWO) == "2 connected; training begins within 6 s"
+    assert waiting(TWO, 200.0) == "2 connected; the plan is being computed"
     assert waiting(FORMING) == "cluster c1 is forming, 0 of 2 stages are ready"
     assert waiting(TRAINING[:-1]) == "cluster c1 is forming, 1 of 2 stages are ready"
     assert waiting(TRAINING) == ""

@@ -24,6 +24,19 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_speed_is_known_to_agents_with_other_directories(tmp_path: Path) -> None:
+    """With `--data-dir`, for example; else two that start together would measure each other."""
+    host = tmp_path / "host"
+    host.mkdir()
+    known = SpeedCache(host / "speed.json", measuring_conditions())
+    known.put(MeasuredSpeed(10.0 * CORES, threads=CORES))
+    lines: list[str] = []
+    offer = PcOffer(MachineLimits(), tmp_path / "own", host)
+    with offer.claimed():
+        assert asyncio.run(offer.measure(lines.append)).gflops == pytest.approx(10.0 * CORES)
+    assert lines == []
+
+
 def test_agents_of_one_pc_share_it_and_adapt_when_others_come_and_go(directory: Path) -> None:
     lines: list[str] = []
     first, second = (PcOffer(MachineLimits(), directory, directory / "host") for _ in range(2))

@@ -4,8 +4,8 @@
     release a node   that wants to leave, when others have its state or after a timeout (`departure`)
     end a cluster    with a lost member, or with members that are not ready in time
     create a plan    of the free nodes, and of quarantined ones where there is no plan without them: at once when a
-                     cluster failed and its members have released their stages, else when no node has connected for
-                     `settle_s`, or after `max_settle_factor` times that
+                     cluster failed and its members have released their stages, else when no node has arrived for
+                     `settle_s` and all that enrolled have connected, or after `max_settle_factor` times that
     consider a       of running clusters, together with free nodes that no plan had a place for, or when the speed of a
     replan           node turns out to be different
 
@@ -97,7 +97,8 @@ class MembershipPolicy:
     Args:
         min_nodes: Nodes needed to start training.
         min_stages: Stages of the smallest cluster.
-        settle_s: Seconds without a new node before the free nodes are planned, if all that enrolled have connected.
+        settle_s: Seconds without a new node before the free nodes are planned, if all that enrolled have connected. A
+            new node is there from its enrollment, and measures its PC before it connects.
         max_settle_factor: A plan waits at most this many times `settle_s`.
         heartbeat_s: Seconds between two heartbeats of a node.
         forming_timeout_s: Seconds for all members of a new cluster to be ready, besides the transfer of state.
@@ -356,13 +357,21 @@ def _plan_due(state: CoordinatorState, free: list[str], policy: MembershipPolicy
     max_settle_s = policy.max_settle_factor * policy.settle_s
     nodes = f"{len(free)} nodes are free" if len(free) > 1 else "1 node is free"
     if settled_s <= enough_s + max_settle_s:
-        return settled_s, f"{nodes}, no node connected for {policy.settle_s:g} s"
+        return settled_s, f"{nodes}, no node joined for {policy.settle_s:g} s"
     return enough_s + max_settle_s, f"{nodes} since {max_settle_s:g} s"
 
 
 def _settled_s(state: CoordinatorState, free: Iterable[str], wait_s: float) -> float:
-    """When no node has connected for `wait_s`."""
-    return max(state.nodes[name].connected_s for name in free) + wait_s
+    """When no node has arrived for `wait_s`."""
+    return max(_arrived_s(state, name) for name in free) + wait_s
+
+
+def _arrived_s(state: CoordinatorState, name: str) -> float:
+    """When a node was there: a new one since its enrollment, another since its last connection."""
+    connected_s, member = state.nodes[name].connected_s, state.members.get(name)
+    if member is None or member.enrolled_s < max(state.started_s, connected_s - _ARRIVAL_S):
+        return connected_s
+    return min(member.enrolled_s, connected_s)
 
 
 def _arriving_s(state: CoordinatorState) -> list[float]:

@@ -22,7 +22,9 @@ def waiting_for(state: CoordinatorState, now_s: float, policy: MembershipPolicy)
     num_present = sum(node.is_present for node in state.nodes.values())
     if plan.due_s is not None:
         arriving = f", {plan.num_arriving} more are on their way" if plan.num_arriving else ""
-        return f"{num_present} connected{arriving}; training begins within {max(plan.due_s - now_s, 0):.0f} s"
+        if plan.due_s <= now_s:
+            return f"{num_present} connected; the plan is being computed"
+        return f"{num_present} connected{arriving}; training begins within {plan.due_s - now_s:.0f} s"
     staying = sorted(name for name, node in state.nodes.items() if node.is_present and node.leaving_s is None)
     num_missing = plan.num_missing + len(plan.nodes) - len(staying)
     if num_missing > 0:
