@@ -6,8 +6,9 @@
     repair    the cluster that replaces it has trained a batch
     join      another node has joined, and a cluster with it has trained a batch
 
-Progress starts each act: batches that are trained and averages that are committed, not the time. Time limits are there
-for a machine on which an act fails: the demo continues and says so.
+An act starts when enough batches are trained since the last one, on a slow machine after a while, and when the demo is
+late at once: acts follow from what has happened, within a budget of time for the whole demo. Where an act fails, the
+demo continues and says so.
 """
 
 from __future__ import annotations
@@ -39,21 +40,25 @@ ACTS = ("form", "average", "crash", "repair", "join")
 
 @config
 class DemoConfig:
-    """When acts happen.
+    """When acts happen. Times are seconds since the start of the demo, if not said otherwise.
 
     Args:
-        steps: Batches of the whole demo, if that takes at most `usual_s`.
+        steps: Batches of the whole demo, if that takes at most until `usual_s`.
         new_node: Name of the node that joins.
-        usual_s: Seconds of training after which the demo ends, once all acts have happened.
-        act_s: Seconds after which an act counts as failed.
-        most_s: Seconds of training after which the demo ends in any case.
+        act_s: Seconds of training between two acts, at most.
+        late_s: From this time on, an act starts as soon as the one before it is over.
+        fail_s: Seconds after which an act counts as failed.
+        usual_s: The training ends at this time, once all acts have happened.
+        most_s: The training ends at this time in any case.
     """
 
     steps: int = 300
     new_node: str = "node-6"
-    usual_s: float = 85.0
-    act_s: float = 60.0
-    most_s: float = 120.0
+    act_s: float = 12.0
+    late_s: float = 60.0
+    fail_s: float = 60.0
+    usual_s: float = 110.0
+    most_s: float = 145.0
 
     @property
     def part(self) -> int:
@@ -111,18 +116,18 @@ class BatchAccount:
 
 
 class DemoActs:
-    """The state of the demo. `handle` takes every event of the run, in order."""
+    """The state of a demo that began at the unix time `start_s`. `handle` takes every event of the run, in order."""
 
-    def __init__(self, settings: DemoConfig) -> None:
-        self._config = settings
+    def __init__(self, settings: DemoConfig, start_s: float) -> None:
+        self._config, self._start_s = settings, start_s
         self.batches = BatchAccount()
         self.happened: dict[str, float] = {}  # the coordinator's time of each act
         self.rounds, self.round_s = 0, 0.0
         self.num_rings = 0
         self._clusters: dict[str, ClusterSpec] = {}  # those that live
         self._memory: dict[str, int] = {}
-        self._begin_s: float | None = None  # of training
-        self._goal = 0  # trained batches at which the next act starts
+        self._is_training = False
+        self._goal, self._goal_s = 0, 0.0  # trained batches, and the time, at which the next act starts
         self._victim = ""
         self._repaired: set[str] = set()  # clusters that replace the one of the victim
         self._asked_s = 0.0  # when the act that is awaited was started
@@ -205,40 +210,43 @@ class DemoActs:
             yield Say(f"the planner made a better plan: {shown}")
 
     def _trained(self, cluster: str, at_s: float) -> Iterator[DemoAction]:
-        if self._begin_s is None:
-            self._begin_s = at_s
-            self._goal = self._config.part
+        if not self._is_training:
+            self._is_training = True
+            self._pause(self._config.part, at_s)
             yield Say("training: each cluster is a pipeline, and no stage waits for the others' updates")
         if cluster in self._repaired and self._reached("repair", at_s):
-            self._goal = self.batches.trained + self._config.part // 2
+            self._pause(self._config.part // 2, at_s)
             yield Say(f"repaired: cluster {cluster} trains again, {self.recovery_s:.1f} s after the crash", "repair")
         members = self._clusters[cluster].members if cluster in self._clusters else ()
         if self._config.new_node in members and self._reached("join", at_s):
-            self._goal = self.batches.trained + self._config.part
+            self._pause(self._config.part, at_s)
             yield Say(f"{self._config.new_node} trains a stage of cluster {cluster}", "join")
+
+    def _pause(self, batches: int, at_s: float) -> None:
+        """Let the clusters train before the next act: so many batches, or for a while."""
+        settings = self._config
+        late_s = max(self._start_s + settings.late_s, at_s)
+        self._goal, self._goal_s = self.batches.trained + batches, min(at_s + settings.act_s, late_s)
 
     def _next(self, at_s: float) -> Iterator[DemoAction]:
         """Start the next act, or end, if it is time."""
-        settings, trained = self._config, self.batches.trained
-        if self._begin_s is None:
-            return
-        seconds = at_s - self._begin_s
-        is_due = trained >= self._goal
+        settings, seconds = self._config, at_s - self._start_s
+        is_due = self._is_training and (self.batches.trained >= self._goal or at_s >= self._goal_s)
         if not self._victim:
             if is_due and "average" in self.happened and (victim := self._choose_victim()):
                 self._victim = victim
                 yield Say(f"ending {victim} without warning, as if its PC lost power", "crash")
                 yield CrashNode(victim)
         elif not self._is_new_asked:
-            if not self._is_done("repair") and at_s > self._asked_s + settings.act_s:
-                yield from self._give_up("repair", at_s, f"its cluster was not repaired within {settings.act_s:g} s")
+            if not self._is_done("repair") and at_s > self._asked_s + settings.fail_s:
+                yield from self._give_up("repair", at_s, f"its cluster was not repaired within {settings.fail_s:g} s")
             if self._is_done("repair") and is_due:
                 self._is_new_asked, self._asked_s = True, at_s
                 yield AddNode(settings.new_node)
-        elif not self._is_done("join") and at_s > self._asked_s + settings.act_s:
-            yield from self._give_up("join", at_s, f"no cluster used the new node within {settings.act_s:g} s")
-        is_complete = self._is_done("join") and is_due and (trained >= settings.steps or seconds >= settings.usual_s)
-        if is_complete or seconds >= settings.most_s:
+        elif not self._is_done("join") and at_s > self._asked_s + settings.fail_s:
+            yield from self._give_up("join", at_s, f"no cluster used the new node within {settings.fail_s:g} s")
+        is_long = self.batches.trained >= settings.steps or seconds >= settings.usual_s
+        if (self._is_done("join") and is_due and is_long) or seconds >= settings.most_s:
             self._is_over = True
             yield EndRun()
 
@@ -264,7 +272,7 @@ class DemoActs:
     def _give_up(self, act: str, at_s: float, reason: str) -> Iterator[DemoAction]:
         if not self._is_done(act):
             self._given_up.add(act)
-            self._goal, self._asked_s = self.batches.trained, at_s
+            self._goal, self._goal_s, self._asked_s = self.batches.trained, at_s, at_s
             yield Say(f"not as planned: {reason}")
 
 

@@ -16,7 +16,9 @@ from ravnest.protocol.control import NodeProfile
 from ravnest.protocol.peer import PeerAddresses
 
 MEMORY = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 3, "f": 3, "new": 5}
-CONFIG = DemoConfig(steps=60, new_node="new", usual_s=1000.0, act_s=500.0, most_s=5000.0)  # an act every 10 batches
+CONFIG = DemoConfig(  # an act every 10 batches
+    steps=60, new_node="new", act_s=1000.0, late_s=5000.0, fail_s=500.0, usual_s=1000.0, most_s=5000.0
+)  # fmt: skip
 
 
 def cluster(name: str, *members: str) -> ClusterSpec:
@@ -30,7 +32,7 @@ class Demo:
     """A demo whose events are given one by one, a second apart."""
 
     def __init__(self, config: DemoConfig = CONFIG) -> None:
-        self.acts, self.now_s, self.batch = DemoActs(config), 100.0, 0
+        self.acts, self.now_s, self.batch = DemoActs(config, 100.0), 100.0, 0
         self.actions: list[DemoAction] = []
 
     def add(self, *events: Event) -> None:
@@ -118,8 +120,40 @@ def test_acts_that_fail_are_said_and_do_not_hold_up_the_demo() -> None:
     assert "no gain" in said[1]
 
 
+def test_acts_on_a_slow_machine_follow_after_a_while_and_at_once_when_late() -> None:
+    """A batch takes 10 s here."""
+    config = DemoConfig(
+        steps=6000, new_node="new", act_s=30.0, late_s=250.0, fail_s=400.0, usual_s=300.0, most_s=900.0
+    )  # fmt: skip
+    demo = Demo(config)
+
+    def train(cluster: str, batches: int) -> None:
+        for _ in range(batches):
+            demo.train(cluster, 1)
+            demo.now_s += 8.0
+
+    demo.start()
+    demo.average()
+    train("x", 3)
+    assert not demo.of(CrashNode)
+    train("x", 2)
+    assert demo.of(CrashNode)
+    demo.add(on.ClusterEnded(demo.now_s, "x", "lost c", is_lost=True))
+    train("y", 20)
+    assert demo.now_s > 100.0 + config.late_s
+    demo.plan(cluster("z", "a", "b"))
+    train("z", 1)
+    assert demo.of(AddNode), "without a pause"
+    demo.connect(["new"])
+    demo.plan(cluster("w", "new", "a", "b"))
+    demo.now_s += 50.0
+    train("w", 1)
+    assert demo.of(EndRun), "all acts have happened, and it has taken long enough"
+    assert demo.acts.is_complete
+
+
 def test_a_demo_without_progress_ends() -> None:
-    demo = Demo(DemoConfig(steps=60, new_node="new", usual_s=10.0, act_s=5.0, most_s=50.0))
+    demo = Demo(DemoConfig(steps=60, new_node="new", act_s=5.0, fail_s=5.0, usual_s=10.0, most_s=50.0))
     demo.start()
     demo.train("x", 30)  # never an average: 60 s
     assert demo.of(EndRun)
