@@ -40,6 +40,8 @@ AXE = "4.11.0"  # of axe-core
 PAGES = ("run", "fleet", "plan", "contributions", "access", "node/node-0")
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 CONFIG = GPTConfig(vocab=256, context=16, layers=2, width=32, heads=2, dropout=0.0, tied=False)
+OVERFLOWING = """[...document.querySelectorAll('main .share, main .value, main dd, main h2')]
+  .filter((e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"""
 STATE = "document.querySelector('#connection').dataset.state"
 RECORD = """
 window.seen = {least: 4, texts: []};
@@ -202,6 +204,7 @@ async def check(page: Page, name: str, axe: str | None) -> None:
         await page.scheme(scheme)
         await page.size(width, 844, is_phone=width < 500)
         assert await page.run("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than {width}"
+        assert await page.run(OVERFLOWING) == [], f"text on {name} is wider than its place at {width}"
         if axe:
             found = await violations(page, axe)
             assert found == [], f"{name}, {scheme}"
@@ -263,6 +266,31 @@ def test_a_page_reconnects_and_shows_hostile_names_as_text(tmp_path: Path) -> No
                 await page.until(f"{STATE} === 'denied'")
         expected = ("ERR_CONNECTION", "ERR_INCOMPLETE", "401")  # of requests while the coordinator was away
         assert [text for text in page.errors if not any(part in text for part in expected)] == []
+
+    run(test())
+
+
+def test_rates_are_those_of_windows_not_of_neighbours(tmp_path: Path) -> None:
+    """Two steps that are reported at the same moment are no peak."""
+
+    async def test() -> None:
+        async with served(tmp_path) as server, chromium() as page:
+            server.connect("ann")
+            server.plan("c1", "ann")
+            stage = {"stage": 0, "updates": 1, "busy_s": 1.0, "idle_s": 1.0}
+            for i, seconds in enumerate((1.0, 1.001, 1.002, *(1.0 + 0.1 * k for k in range(1, 100)))):
+                counters = {**stage, "microbatches": i + 1, "sent_bytes": 10**6 * (i + 1)}
+                server.dashboard.history.add_line({
+                    "step": i + 1, "cluster": "c1", "loss": 1.0, "seconds": seconds, "samples": 10, "stages": [counters]
+                })  # fmt: skip
+            await page.open(server.dashboard.link)
+            await page.until(f"{STATE} === 'live'")
+            ticks = "[...document.querySelectorAll('[aria-label^=\"%s\"] .tick')].map((t) => t.textContent)"
+            await page.until("document.querySelectorAll('path.line').length > 1")
+            assert "1,000" not in await page.run(ticks % "Samples per second")
+            await show(page, "node/ann")
+            shown = await page.until(f"(() => {{ const t = {ticks % 'Traffic'}; return t.length > 2 && t; }})()")
+            assert not [text for text in shown if text.startswith(("100 ", "500 "))], shown
 
     run(test())
 

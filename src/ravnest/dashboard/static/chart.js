@@ -53,7 +53,7 @@ export class Chart {
         parts.push(s("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y, y2: y }));
         parts.push(s("text", { class: "tick", x: PAD.left - 8, y: y + 4, "text-anchor": "end" }, formatY(tick)));
       }
-      for (const tick of ticks(x0, x1, width / 110, isTime ? TIMES : null)) {
+      for (const tick of ticks(x0, x1, width / 80, isTime ? TIMES : null)) {
         const isLast = toX(tick) > width - PAD.right - 28;
         const place = { x: isLast ? width - PAD.right : toX(tick), "text-anchor": isLast ? "end" : "middle" };
         parts.push(s("text", { class: "tick", y: this.height - PAD.bottom + 16, ...place }, (isTime ? axisSeconds : formatX)(tick)));
@@ -201,6 +201,15 @@ function logTicks(low, high) {
     }
   }
   return found;
+}
+
+// The points at the ends of at most about 60 windows of equal time, so that a rate is not that of two neighbours.
+export function windowed(points, column) {
+  if (points.length < 2) return [];
+  const size = Math.max((points.at(-1)[column] - points[0][column]) / 60, 0.5);
+  const kept = [points[0]];
+  for (const point of points) if (point[column] >= kept.at(-1)[column] + size) kept.push(point);
+  return kept;
 }
 
 // An exponential moving mean, corrected for its start.

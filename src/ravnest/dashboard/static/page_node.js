@@ -1,6 +1,6 @@
 // Node: one PC: what it computes, its memory, processor and traffic over the run, its contribution and events.
 
-import { Chart } from "./chart.js";
+import { Chart, windowed } from "./chart.js";
 import { card, h, keyed, nodeLink, setText, table } from "./dom.js";
 import { bytes, clock, count, number, percent, seconds, whole } from "./format.js";
 import { eventLine } from "./page_run.js";
@@ -42,8 +42,9 @@ export function nodePage(store, { announce, load }, name) {
     const shares = [];
     const sent = [];
     const received = [];
-    for (let i = 1; i < points.length; i += 1) {
-      const [a, b] = [points[i - 1], points[i]];
+    const ends = windowed(points, 0);
+    for (let i = 1; i < ends.length; i += 1) {
+      const [a, b] = [ends[i - 1], ends[i]];
       const total = b[2] - a[2] + b[3] - a[3];
       if (b[2] < a[2] || b[0] <= a[0]) continue; // the node began another stage
       if (total > 0) shares.push([b[0], (b[2] - a[2]) / total]);

@@ -1,6 +1,6 @@
 // Run: curves, speed, where the time goes, staleness, progress, events.
 
-import { Chart, smoothed } from "./chart.js";
+import { Chart, smoothed, windowed } from "./chart.js";
 import { card, h, keyed, meter, nodeLink, s } from "./dom.js";
 import { bytes, clock, count, number, percent, seconds, whole } from "./format.js";
 
@@ -96,16 +96,10 @@ function drawLoss(store, chart, view) {
   );
 }
 
-// Samples per second over windows of the run, so that a line has about 60 points.
+// Samples per second over windows of the run.
 export function rateOf(steps) {
-  const points = steps.filter((point) => point[2] > 0);
-  const size = Math.max(2, Math.ceil(points.length / 60));
-  const rates = [];
-  for (let i = size; i < points.length; i += size) {
-    const [before, after] = [points[i - size], points[i]];
-    if (after[1] > before[1]) rates.push([after[1], (after[2] - before[2]) / (after[1] - before[1])]);
-  }
-  return rates;
+  const points = windowed(steps.filter((point) => point[2] > 0), 1);
+  return points.slice(1).map((after, i) => [after[1], (after[2] - points[i][2]) / (after[1] - points[i][1])]);
 }
 
 function recentRate(steps) {
