@@ -270,6 +270,34 @@ def test_a_page_reconnects_and_shows_hostile_names_as_text(tmp_path: Path) -> No
     run(test())
 
 
+def test_pages_of_a_run_that_waits_say_so(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(tmp_path) as server, chromium() as page:
+            await page.open(server.dashboard.link)
+            await page.until(f"{STATE} === 'live'")
+            for name in ("run", "fleet", "plan"):
+                await show(page, name)
+                await page.until(
+                    "document.querySelector('main').innerText.includes('waiting for 2 more nodes, 0 connected')"
+                )
+            server.connect("ann")
+            await page.until(
+                "document.querySelector('main').innerText.includes('waiting for 1 more node, 1 connected')"
+            )
+            for step in (1, 2, 3):
+                server.dashboard.history.add_line(
+                    {"step": step, "cluster": "c1", "loss": 1, "seconds": step, "samples": 1}
+                )
+            await show(page, "run")
+            await page.until("document.querySelector('[aria-label^=Loss] path.line') !== null")
+            texts = await page.run(
+                "[...document.querySelectorAll('[aria-label^=Loss] .tick')].map((t) => t.textContent)"
+            )
+            assert [text for text in texts if text in ("1", "2", "3")].count("2") == 1, "each step once"
+
+    run(test())
+
+
 def test_rates_are_those_of_windows_not_of_neighbours(tmp_path: Path) -> None:
     """Two steps that are reported at the same moment are no peak."""
 

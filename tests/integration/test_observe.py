@@ -141,6 +141,7 @@ def test_a_stream_is_left_and_resumed_in_the_same_tracker(tmp_path: Path) -> Non
             assert "<polyline" in stream._repr_html_()
             break
     assert {p.pid for p in workers()} <= before
+    assert ": stopped, step" in stream._repr_html_()
     done = len(stream.run.losses)
     assert done >= 5
     resumed = job().stream(**OPTIONS, resume=tmp_path / "run", steps=done + 4, track="tensorboard")

@@ -9,7 +9,7 @@ from typing import assert_never
 
 from ravnest.coordinator import events as on
 from ravnest.coordinator.events import ClusterSpec, Event
-from ravnest.core.units import format_bytes
+from ravnest.core.units import UNLIMITED_BYTES, format_bytes
 
 __all__ = ["describe", "printable"]
 
@@ -80,7 +80,9 @@ def _describe_node_event(event: _NodeEvent) -> str:
         case on.NodeKicked(name=name, reason=reason):
             return f"{name} was removed: {reason}"
         case on.NodeConnected(name=name, profile=profile, address=address):
-            size = f"{format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s on {profile.device}"
+            is_limited = profile.memory_bytes < UNLIMITED_BYTES
+            memory = format_bytes(profile.memory_bytes) if is_limited else "memory without a limit"
+            size = f"{memory}, {profile.gflops:.3g} GFLOP/s on {profile.device}"
             origin = f" from {address}" if address else ""
             return f"{name} connected{origin}: {size}"
         case on.NodeProfileChanged(name=name, profile=profile):

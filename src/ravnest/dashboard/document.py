@@ -31,6 +31,7 @@ def document_values(status: RunStatus, history: RunHistory) -> Iterator[tuple[st
         "generation": status.generation, "labels": history.labels, "leases": status.leases,
         "plan_reason": history.plan_reason, "left_out": history.left_out, "num_rejected": status.num_rejected,
         "rounds": status.rounds_done, "round_s": round(history.round_s, 2), "upgrade": history.upgrade,
+        "waiting": status.waiting,
     }  # fmt: skip
     yield "rings", status.rings
     for node in status.nodes:

@@ -28,7 +28,7 @@ __all__ = ["FinishedRun", "write_report"]
 _MAX_NODES = 200  # with a history in a report
 _UNKNOWN_END = "its end is not recorded: the process was killed, or it is still running"
 _SCRIPTS = (
-    "format", "dom", "chart", "store", "page_run", "page_fleet", "page_node", "page_plan", "page_contributions",
+    "format", "dom", "chart", "store", "page_run", "page_plan", "page_fleet", "page_node", "page_contributions",
     "page_access", "main",
 )  # fmt: skip
 
@@ -38,6 +38,8 @@ class FinishedRun:
 
     def __init__(self, folder: Path) -> None:
         saved = load_saved(folder)
+        if not folder.is_dir():
+            raise ValueError(f"there is no directory {folder}: give the directory of a run")
         if saved is None and not (folder / "metrics.jsonl").is_file():
             raise ValueError(f"{folder} has no metrics of a run: give the directory of a run")
         self.history = RunHistory(saved)
@@ -96,7 +98,12 @@ def _plans(folder: Path) -> dict[str, Any]:
 
 def write_report(folder: Path, path: Path) -> None:
     """Write the pages of a run's folder into one HTML file."""
-    path.write_bytes(_report(FinishedRun(folder).report()))
+    report = _report(FinishedRun(folder).report())
+    try:
+        path.write_bytes(report)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"the report cannot be written to {path}: {reason}; choose another file") from error
 
 
 def _report(data: bytes) -> bytes:

@@ -56,7 +56,8 @@ def new_folder(folder: Path | str | None, name: str) -> Path:
     try:
         return _new_folder(folder, name)
     except OSError as error:
-        raise ValueError(f"the directory of the run cannot be made: {error}; choose another with --run-dir") from error
+        where = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        raise ValueError(f"the directory of the run cannot be made: {where}; choose another with --run-dir") from error
 
 
 def _new_folder(folder: Path | str | None, name: str) -> Path:

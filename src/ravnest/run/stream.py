@@ -119,7 +119,8 @@ class EventStream:
     def _repr_html_(self) -> str:
         if self._thread is None:
             return folder_html(None, "not started: iterate it to train")
-        state = "failed" if self._error is not None else "training" if self._run is None else "finished"
+        ended = "stopped" if self._stop.is_requested else "finished"
+        state = "failed" if self._error is not None else "training" if self._run is None else ended
         return folder_html(self._folder, state)
 
 

@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from ravnest.coordinator import events as on
 from ravnest.core.metrics import StageMetrics
+from ravnest.core.units import UNLIMITED_BYTES
 from ravnest.dashboard.contributions import Contributions
 from ravnest.dashboard.document import LiveDocument
 from ravnest.dashboard.history import RunHistory, load_saved
 from ravnest.dashboard.series import NodeSeries, Series
+from ravnest.protocol.control import NodeProfile
+from ravnest.protocol.peer import PeerAddresses
 
 numbers = st.floats(-1e6, 1e6)
 
@@ -212,3 +215,13 @@ def test_a_saved_history_is_read_back_and_a_broken_one_is_ignored(tmp_path: Path
     (tmp_path / "dashboard.json").write_bytes(b'{"document": {"run"')
     assert load_saved(tmp_path) is None
     assert load_saved(tmp_path / "nowhere") is None
+
+
+def test_a_local_node_without_a_limit_shows_no_size() -> None:
+    history = RunHistory()
+    for name, memory_bytes in (("ann", 4 * 10**9), ("bob", UNLIMITED_BYTES)):
+        profile = NodeProfile(memory_bytes=memory_bytes, gflops=1.0)
+        history.add_event(on.NodeConnected(1.0, name, profile, PeerAddresses(), "", 0))
+    assert [row.text for row in history.events] == [
+        "ann connected: 4.0 GB, 1 GFLOP/s on cpu", "bob connected: memory without a limit, 1 GFLOP/s on cpu",
+    ]  # fmt: skip

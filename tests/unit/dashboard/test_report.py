@@ -43,6 +43,15 @@ def data_of(report: str) -> dict[str, Any]:
     return data
 
 
+def test_a_folder_and_a_file_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no directory .*nowhere: give the directory of a run"):
+        FinishedRun(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"has no metrics of a run: give the directory of a run"):
+        FinishedRun(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be written to .*report.html: No such file or directory; choose"):
+        write_report(folder(tmp_path), tmp_path / "nowhere" / "report.html")
+
+
 def test_a_torn_last_line_costs_that_line(tmp_path: Path) -> None:
     folder(tmp_path)
     with (tmp_path / "metrics.jsonl").open("ab") as file:

@@ -25,16 +25,16 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
 
-  set(series, { xName, log = false, formatX = number, formatY = number, fromZero = false, isTime = false }) {
+  set(series, { xName, log = false, formatX = number, formatY = number, fromZero = false, isTime = false, isWhole = false }) {
     this.series = series;
-    this.options = { xName, log, formatX, formatY, fromZero, isTime };
+    this.options = { xName, log, formatX, formatY, fromZero, isTime, isWhole };
     this.draw();
   }
 
   draw() {
     const width = Math.max(this.element.clientWidth, 240);
     if (!this.options) return;
-    const { log, formatX, formatY, xName, fromZero, isTime } = this.options;
+    const { log, formatX, formatY, xName, fromZero, isTime, isWhole } = this.options;
     const shown = this.series
       .map((one) => ({ ...one, points: one.points.filter(([x, y]) => Number.isFinite(x) && Number.isFinite(y) && !(log && y <= 0)) }))
       .filter((one) => one.points.length);
@@ -53,7 +53,7 @@ export class Chart {
         parts.push(s("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y, y2: y }));
         parts.push(s("text", { class: "tick", x: PAD.left - 8, y: y + 4, "text-anchor": "end" }, formatY(tick)));
       }
-      for (const tick of ticks(x0, x1, width / 80, isTime ? TIMES : null)) {
+      for (const tick of ticks(x0, x1, width / 80, isTime ? TIMES : null, isWhole ? 1 : 0)) {
         const isLast = toX(tick) > width - PAD.right - 28;
         const place = { x: isLast ? width - PAD.right : toX(tick), "text-anchor": isLast ? "end" : "middle" };
         parts.push(s("text", { class: "tick", y: this.height - PAD.bottom + 16, ...place }, (isTime ? axisSeconds : formatX)(tick)));
@@ -181,8 +181,8 @@ function spread([low, high]) {
   return low === high ? [low - Math.max(Math.abs(low) * 0.1, 0.5), high + Math.max(Math.abs(high) * 0.1, 0.5)] : [low, high];
 }
 
-export function ticks(low, high, wanted, steps = null) {
-  const rough = (high - low) / Math.max(1, wanted);
+export function ticks(low, high, wanted, steps = null, least = 0) {
+  const rough = Math.max((high - low) / Math.max(1, wanted), least);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = steps?.find((size) => size >= rough) ?? [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
   const found = [];
@@ -206,9 +206,10 @@ function logTicks(low, high) {
 // The points at the ends of at most about 60 windows of equal time, so that a rate is not that of two neighbours.
 export function windowed(points, column) {
   if (points.length < 2) return [];
-  const size = Math.max((points.at(-1)[column] - points[0][column]) / 60, 0.5);
+  const span = points.at(-1)[column] - points[0][column];
+  const size = Math.max(span / 60, Math.min(span / 4, 0.5));
   const kept = [points[0]];
-  for (const point of points) if (point[column] >= kept.at(-1)[column] + size) kept.push(point);
+  for (const point of points) if (point[column] > kept.at(-1)[column] && point[column] >= kept.at(-1)[column] + size) kept.push(point);
   return kept;
 }
 

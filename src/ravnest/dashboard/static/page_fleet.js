@@ -1,6 +1,7 @@
 // Fleet: clusters as rows of stages, links, rings between clusters, and the nodes outside of clusters.
 
 import { h, keyed, meter, nodeLink, s } from "./dom.js";
+import { waitingFor } from "./page_plan.js";
 import { bytes, count, number, percent, seconds } from "./format.js";
 
 const MAX_DRAWN = 120; // segments of rings
@@ -26,7 +27,7 @@ export function fleetPage(store) {
     const nodes = [...store.all("node").values()];
     const inside = new Set(live.flatMap((cluster) => cluster.members));
     head.textContent = `${count(nodes.length, "node")}, ${count(live.length, "cluster")}. Each row is one copy of the model; data flows from stage to stage.`;
-    if (!live.length) head.textContent = `${count(nodes.length, "node")}, no cluster yet: the coordinator waits until enough nodes are free.`;
+    if (!live.length) head.textContent = `${count(nodes.length, "node")}, no cluster: ${waitingFor(store)}.`;
     keyed(clusters, live, (c) => c.id, (c) => JSON.stringify([c, c.members.map((name, i) => memberState(store, c, name, i))]), (c, known) => clusterRow(store, c, known || isAll));
     const outside = nodes.filter((node) => !inside.has(node.name)).sort((a, b) => rank(a) - rank(b) || (a.name < b.name ? -1 : 1));
     rest.hidden = !outside.length;

@@ -25,12 +25,12 @@ export function planPage(store) {
     const drawn = plans.slice(0, MAX_PLANS_DRAWN);
     keyed(clusters, drawn, ([id]) => id, ([id, plan]) => stateOf(store, id, plan), ([id, plan]) => clusterPlan(store, id, plan));
     const { plan_reason: reason, upgrade, left_out: nodes } = store.run ?? {};
-    const now = JSON.stringify([reason, upgrade, nodes, plans.length]);
+    const now = JSON.stringify([reason, upgrade, nodes, plans.length, plans.length ? "" : waitingFor(store)]);
     if (now === shown) return;
     shown = now;
     head.replaceChildren(...(reason ? [h("p", { class: "lead" }, h("bdi", {}, reason))] : []), ...(upgrade ? [bestUpgrade(upgrade)] : []));
     const more = `The first ${MAX_PLANS_DRAWN} of ${count(plans.length, "cluster")}; the stages of the others are on the pages of their nodes.`;
-    rest.replaceChildren(...(plans.length > MAX_PLANS_DRAWN ? [h("p", { class: "note" }, more)] : []), leftOut(nodes ?? []));
+    rest.replaceChildren(...(plans.length > MAX_PLANS_DRAWN ? [h("p", { class: "note" }, more)] : []), plans.length ? leftOut(nodes ?? []) : noPlan(store));
   }
 
   return { element, update, title: "Plan" };
@@ -106,6 +106,14 @@ function realStep(metrics, accumulate) {
   const steps = metrics ? metrics.microbatches / accumulate : 0;
   if (steps < 2) return null;
   return { compute: Math.max(metrics.busy_s - metrics.step_s, 0) / steps, update: metrics.step_s / steps, wait: metrics.idle_s / (steps - 1) };
+}
+
+function noPlan(store) {
+  return h("p", { class: "lead" }, `No plan: ${waitingFor(store)}.`);
+}
+
+export function waitingFor(store) {
+  return store.run?.end_reason || store.run?.waiting || "the coordinator waits until enough nodes are free";
 }
 
 function leftOut(nodes) {

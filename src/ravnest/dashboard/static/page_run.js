@@ -92,7 +92,7 @@ function drawLoss(store, chart, view) {
       { name: "smoothed", kind: "line", color: "one", points: view.weight ? smoothed(points, view.weight) : [] },
       { name: "held-out", kind: "marks", color: "two", points: held },
     ],
-    { xName, log: view.log, formatX, isTime: view.axis === "time", formatY: (y) => number(y, 4) },
+    { xName, log: view.log, formatX, isTime: view.axis === "time", isWhole: view.axis !== "time", formatY: (y) => number(y, 4) },
   );
 }
 
@@ -143,7 +143,7 @@ function summary(store) {
 function timeLeft(store) {
   const run = store.run;
   if (run.end_reason) return "ended";
-  if (!store.rates().planned) return "waiting for a cluster";
+  if (!store.rates().planned) return run.waiting || "waiting for a cluster";
   const points = store.steps.slice(-200);
   if (!run.steps || points.length < 2) return run.steps ? "measuring" : "no limit";
   const [first, last] = [points[0], points.at(-1)];
