@@ -9,7 +9,8 @@ turn with a flood has one without beside it, the order changes from pair to pair
     share           median over pairs of (steps/s in the flood / steps/s without)
     standard error  1.25 * standard deviation of the ratios / sqrt(pairs)
 
-Beside it, the same from processor time alone, on which other programs have less influence:
+Beside it, the same from processor time, on which other programs have little influence. Where they keep the workers'
+core busy, waiting of the workers is not seen in it:
 
     share           (1 - idle share of the workers' core) / (processor seconds of the workers per step), flood / quiet
 """
