@@ -2,68 +2,131 @@
 
 A traced model has no values, so a branch on them cannot be traced. A branch that only raises does not change what is
 trained: the check is taken to pass. It is made on the first batch, when the program is compared with the model, and not
-later. All other branches on values are left to torch, which rejects them.
+later. A branch is a check if its exception ends the training (`exception_flow.py`). All other branches on values are
+left to torch, which rejects them.
 """
 
 from __future__ import annotations
 
-import ast
 import dis
-import itertools
-import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["passing_checks"]
+from ravnest.graph.exception_flow import ends_training, leaves, only_raises
+
+__all__ = ["ValueReads", "passing_checks"]
 
 _ENTRY = ("ravnest/graph/export.py", "ravnest/graph/init_recorder.py")
 _TORCH = str(Path(torch.__file__).parent)
+_SYMBOLS = (torch.SymBool, torch.SymInt, torch.SymFloat)
+_NUMBERS = ("__int__", "__index__", "__float__")
+_LESS = (torch.lt, Tensor.lt, Tensor.__lt__)
+_READS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
+_WITHOUT_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 _BETWEEN = ("TO_BOOL", "CALL", "PRECALL", "CACHE", "NOP", "UNARY_NOT")  # from a truth value to the jump on it
 
 
 @contextmanager
-def passing_checks() -> Iterator[None]:
-    """Give the truth value of a traced tensor where the branch of the other value only raises."""
-    original = Tensor.__bool__
-    symbols = {kind: kind.__bool__ for kind in (torch.SymBool, torch.SymInt, torch.SymFloat)}
+def passing_checks() -> Iterator[list[Exception]]:
+    """Give the truth value of a traced tensor where the branch of the other value only raises.
 
-    def truth(tensor: Tensor) -> bool:
-        if type(tensor) not in (Tensor, nn.Parameter) and (passing := _passing_value(sys._getframe(1))) is not None:
-            return passing
-        return original(tensor)
-
-    def truth_of_symbol(symbol: Any) -> bool:
-        """A number that was read from a tensor, by `.item()`, has no value; a size does."""
-        try:
-            return bool(symbols[type(symbol)](symbol))
-        except GuardOnDataDependentSymNode:
-            if (passing := _passing_value(sys._getframe(1))) is None:
-                raise
-            return passing
-
-    Tensor.__bool__ = truth  # type: ignore[method-assign, assignment]
-    for kind in symbols:
-        kind.__bool__ = truth_of_symbol  # type: ignore[method-assign]
+    Yields the errors of all other decisions on values. One that the model catches is raised again at the end: the model
+    would take the way of its handler, which it does not take with values.
+    """
+    refused: list[Exception] = []
+    originals = {(kind, "__bool__"): kind.__bool__ for kind in (Tensor, *_SYMBOLS)}
+    originals |= {(kind, name): getattr(kind, name) for kind in _SYMBOLS for name in _NUMBERS if hasattr(kind, name)}
+    for (kind, name), original in originals.items():
+        setattr(kind, name, (_truth if name == "__bool__" else _number)(original, refused))
     try:
-        yield
+        yield refused
     finally:
-        Tensor.__bool__ = original  # type: ignore[method-assign]
-        for kind, own in symbols.items():
-            kind.__bool__ = own  # type: ignore[method-assign]
+        for (kind, name), original in originals.items():
+            setattr(kind, name, original)
+    if refused:
+        raise refused[0]
+
+
+def _truth(original: Callable[[Any], bool], refused: list[Exception]) -> Callable[[Any], bool]:
+    """`__bool__` of tensors and symbols: a size has a value, a number that was read by `.item()` has none."""
+
+    def decide(value: Any) -> bool:
+        frame = sys._getframe(1)
+        is_traced = isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter)
+        if is_traced and (passing := _passing_value(frame)) is not None:
+            return passing
+        try:
+            return original(value)
+        except GuardOnDataDependentSymNode as error:
+            if (passing := _passing_value(frame)) is not None:
+                return passing
+            _note(refused, error, frame)
+            raise
+
+    return decide
+
+
+def _number(original: Callable[[Any], Any], refused: list[Exception]) -> Callable[[Any], Any]:
+    """Conversions of symbols."""
+
+    def convert(symbol: Any) -> Any:
+        try:
+            return original(symbol)
+        except GuardOnDataDependentSymNode as error:
+            _note(refused, error, sys._getframe(1))
+            raise
+
+    return convert
+
+
+def _note(refused: list[Exception], error: Exception, frame: FrameType | None) -> None:
+    """Note an error that reaches the model's own code: torch handles some itself."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH) and leaves(frame):
+        frame = frame.f_back
+    if frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
+        refused.append(error)
+
+
+class ValueReads(TorchFunctionMode):
+    """Notes in `refused` that the model reads values, which a traced tensor has not.
+
+    Comparisons of a random number with a bound that it cannot reach, such as `torch.rand([]) < 0.0`, are decided:
+    models that can skip layers at random do so in Python; with a probability of zero they never skip one.
+    """
+
+    def __init__(self, refused: list[Exception]) -> None:
+        super().__init__()
+        self._refused = refused
+        self._numbers: list[tuple[Tensor, int]] = []  # drawn from [0, 1), with their versions: they may be written to
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_bound = func in _LESS and len(args) == 2 and isinstance(args[1], int | float) and args[1] <= 0
+        if is_bound and any(args[0] is drawn and drawn._version == version for drawn, version in self._numbers):
+            return False
+        try:
+            result = func(*args, **(kwargs or {}))
+        except Exception as error:  # raised again; only noted if it is due to tensors without values
+            if isinstance(error, _WITHOUT_VALUES) or func in _READS:
+                _note(self._refused, error, sys._getframe(1))
+            raise
+        if func is torch.rand and isinstance(result, Tensor) and result.dim() == 0:
+            self._numbers.append((result, result._version))
+        return result
 
 
 def _passing_value(frame: FrameType) -> bool | None:
     """The truth value with which the running function does not raise; None if this is no check."""
-    value = _value_without_raise(frame.f_code, frame.f_lasti)
+    value = _value_without_raise(frame)
     return None if value is None or any(_is_caught(caller) for caller in _callers(frame)) else value
 
 
@@ -75,60 +138,30 @@ def _callers(frame: FrameType) -> Iterator[FrameType]:
         current = current.f_back
 
 
-def _value_without_raise(code: CodeType, offset: int) -> bool | None:
-    instructions = {i.offset: i for i in dis.get_instructions(code)}
+def _value_without_raise(frame: FrameType) -> bool | None:
+    instructions = {i.offset: i for i in dis.get_instructions(frame.f_code)}
     order = sorted(instructions)
     negated = False
     for at, following in zip(order, [*order[1:], -1], strict=True):
-        if at < offset:
+        if at < frame.f_lasti:
             continue
         instruction = instructions[at]
         if "POP_JUMP" in instruction.opname and instruction.opname.endswith(("IF_TRUE", "IF_FALSE")):
             jumps_if = instruction.opname.endswith("IF_TRUE")
-            if _only_raises(instructions, instruction.argval):
+            if _is_check(frame, instruction.argval):
                 return (not jumps_if) != negated
-            return jumps_if != negated if _only_raises(instructions, following) else None
-        if instruction.opname not in _BETWEEN and at != offset:
+            return jumps_if != negated if _is_check(frame, following) else None
+        if instruction.opname not in _BETWEEN and at != frame.f_lasti:
             return None
         negated ^= instruction.opname == "UNARY_NOT"
     return None
 
 
-def _only_raises(instructions: dict[int, dis.Instruction], start: int) -> bool:
-    """Whether every way from an instruction ends in `raise`."""
-    order = sorted(instructions)
-    following = dict(itertools.pairwise(order))
-    waiting, seen = [start], set()
-    while waiting:
-        at = waiting.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        instruction = instructions[at]
-        if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
-            continue
-        if instruction.opname.startswith(("RETURN", "YIELD", "SEND")) or at not in following:
-            return False
-        if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
-            waiting.append(instruction.argval)
-        if not instruction.opname.startswith("JUMP") or "IF" in instruction.opname:
-            waiting.append(following[at])
-    return any(instructions[at].opname == "RAISE_VARARGS" for at in seen)
+def _is_check(frame: FrameType, start: int) -> bool:
+    """Whether the branch that starts at an instruction only raises an error."""
+    return only_raises(frame, start) and ends_training(frame, start)
 
 
 def _is_caught(frame: FrameType) -> bool:
-    """Whether the running line is in a `try` with handlers. Those of torch itself raise again."""
-    if frame.f_code.co_filename.startswith(_TORCH):
-        return False
-    return any(first <= frame.f_lineno <= last for first, last in _guarded_lines(frame.f_code.co_filename))
-
-
-@cache
-def _guarded_lines(path: str) -> tuple[tuple[int, int], ...]:
-    """First and last lines of the `try` blocks with handlers in a file; all lines if it cannot be read."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):
-        return ((0, sys.maxsize),)
-    tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
-    return tuple((node.body[0].lineno, node.body[-1].end_lineno or sys.maxsize) for node in tries)
+    """Whether an exception of the running instruction stays in its function. Handlers of torch itself raise again."""
+    return not frame.f_code.co_filename.startswith(_TORCH) and not leaves(frame)

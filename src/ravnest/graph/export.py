@@ -17,10 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.overrides import TorchFunctionMode
 
 from ravnest.errors import TraceError, UnsupportedOp
-from ravnest.graph.data_checks import passing_checks
+from ravnest.graph.data_checks import ValueReads, passing_checks
 from ravnest.graph.export_errors import IN_TORCH, another_configuration, explained
 from ravnest.graph.fake_kernels import bounded_shapes
 from ravnest.graph.gradient_recorder import (
@@ -112,35 +111,12 @@ def _export(
     module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]], recorder: GradientRecorder
 ) -> torch.export.ExportedProgram:
     try:
-        with quiet_export(), _ConstantComparisons(), passing_checks(), bounded_shapes(), recorder.recording():
+        with quiet_export(), passing_checks() as refused, ValueReads(refused), bounded_shapes(), recorder.recording():
             return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's model
         raise explained(error) from error
-
-
-class _ConstantComparisons(TorchFunctionMode):
-    """Decides comparisons of a random number with a bound that it cannot reach, such as `torch.rand([]) < 0.0`.
-
-    Models that can skip layers at random do so in Python; with a probability of zero they never skip one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._numbers: list[Tensor] = []  # drawn from [0, 1)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_bound = func in _LESS and len(args) == 2 and isinstance(args[1], int | float) and args[1] <= 0
-        if is_bound and any(args[0] is number for number in self._numbers):
-            return False
-        result = func(*args, **(kwargs or {}))
-        if func is torch.rand and isinstance(result, Tensor) and result.dim() == 0:
-            self._numbers.append(result)
-        return result
-
-
-_LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 
 
 def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:
