@@ -41,6 +41,7 @@ from ravnest.graph.limits import StageLimits
 from ravnest.graph.microbatch_effect import SplitBatch
 from ravnest.graph.pretrained import Pretrained
 from ravnest.graph.program import Program, Stage, StateSpec
+from ravnest.graph.python_state import python_state
 from ravnest.graph.serialization import dump, load
 from ravnest.graph.tensor_files import TensorFiles
 from ravnest.graph.tracer import Loss, LossModule, first_forward, training_mode
@@ -119,7 +120,7 @@ def verify(
         with files.gradients_of(state.values()) if files else nullcontext():
             actual = _run_stages(program, stages, state, leaves)
         result = _compare(program, expected, actual, module, leaves)
-        _check_repeatable(module, leaves, expected)
+        _check_repeatable(module, leaves, expected, backward=any(op.backward for op in program.ops))
         if second is None:
             return result
         sizes = weights or (program.feed.size_of(leaves), program.feed.size_of(second))
@@ -222,14 +223,27 @@ def _run_model(
             parameter.grad = gradient
 
 
-def _check_repeatable(module: LossModule, leaves: Sequence[Tensor], first: StepResult) -> None:
-    """Reject a model that changes itself in its forward pass: a program would repeat the first one for ever."""
-    second = _run_model(module, leaves, backward=False).loss
-    if relative_difference(first.loss, second) > _REPEATABLE and not are_equal(first.loss, second):
+def _check_repeatable(module: LossModule, leaves: Sequence[Tensor], first: StepResult, *, backward: bool) -> None:
+    """Reject a model that changes itself: a program would repeat the first step for ever.
+
+    With `backward` the step is repeated with its backward pass, whose functions may keep state too.
+    """
+    before = python_state(module)
+    second = _run_model(module, leaves, backward=backward)
+    if relative_difference(first.loss, second.loss) > _REPEATABLE and not are_equal(first.loss, second.loss):
         raise TraceError(
             "the model gives another loss the second time, for the same microbatch and random numbers: its forward "
             "pass changes the model (a counter, a cache, layers that it replaces), which a traced program cannot do. "
             "Keep such state in buffers, or run the model once before training if only its first forward pass differs"
+        )
+    after = python_state(module)
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if changed:
+        values = f"{before.get(changed[0], 'not there')} after one step, {after.get(changed[0], 'not there')} after two"
+        raise TraceError(
+            f"the model changes outside its buffers when it runs: {changed[0]} is {values:.200}, for the same "
+            "microbatch and random numbers. A traced program cannot do that: keep it in a buffer, remove it if it only "
+            "counts or logs, or turn this check off with verify=False if it never changes what is trained"
         )
 
 
