@@ -33,6 +33,7 @@ from ravnest.graph.gradient_recorder import (
 from ravnest.graph.ops import ALLOWED, FAMILIES, functional_form
 from ravnest.graph.program import Arg, Op, dtype_name
 from ravnest.graph.quiet import quiet_export
+from ravnest.graph.recorded_forms import recorded_forms
 
 __all__ = ["FlatGraph", "Ref", "encode_call", "export_flat", "op_name", "without_out"]
 
@@ -111,7 +112,10 @@ def _export(
     module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]], recorder: GradientRecorder
 ) -> torch.export.ExportedProgram:
     try:
-        with quiet_export(), passing_checks() as refused, ValueReads(refused), bounded_shapes(), recorder.recording():
+        with (
+            quiet_export(), passing_checks() as refused, ValueReads(refused), recorded_forms(), bounded_shapes(),
+            recorder.recording(),
+        ):  # fmt: skip
             return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
     except TraceError:
         raise
@@ -126,8 +130,9 @@ def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:
     env: dict[Node, Any] = {}
     for node in exported.graph.find_nodes(op="placeholder"):
         env[node] = Ref("%" + node.name)
-        flat.dtypes[node.name] = dtype_name(node.meta["val"].dtype)
         spec = targets[node.name]
+        if isinstance(node.meta["val"], Tensor):
+            flat.dtypes[node.name] = dtype_name(node.meta["val"].dtype)
         if spec.kind.name == "USER_INPUT":
             flat.inputs.append(node.name)
             flat.ranges.append(_ranges(node.meta["val"], exported.range_constraints))
@@ -137,7 +142,8 @@ def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:
                 flat.constants[str(spec.target)] = exported.constants[str(spec.target)]
         else:
             raise TraceError(
-                f"the model has a {spec.kind.name.lower()}, which cannot be written as data: {spec.target}"
+                f"the model uses {str(spec.target).removeprefix('model.')}, an object that is no tensor and cannot be "
+                "written as data: if it is a torch.Generator of its own, draw from torch's generator instead"
             )
     outputs = _Flattener(flat).region(exported.graph_module, env, "", no_grad=False, no_autocast=False)
     for output, out_spec in zip(outputs, signature.output_specs, strict=True):
@@ -205,6 +211,8 @@ class _Flattener:
         if isinstance(node.meta["val"], Tensor):
             self.flat.dtypes[outs[0]] = dtype_name(node.meta["val"].dtype)
         args, kwargs = encode_call(_substitute(node.args, env), _substitute(node.kwargs, env), source_of(node))
+        if name.startswith("aten.embedding"):  # a dense gradient is the same, and can be sent, summed and averaged
+            args, kwargs = _dense(args, kwargs, target)
         if name in _WITH_NUMBER and not isinstance(args[0], str):  # only the second argument may be a number
             name, args = _WITH_NUMBER[name], (args[1], args[0])
             if name == "aten.add.Tensor" and "alpha" in kwargs:  # which scales the tensor, now the first argument
@@ -286,6 +294,13 @@ class _Flattener:
         return self.region(module, inner_env, f"{prefix}{node.name}.", no_grad=no_grad, no_autocast=no_autocast)
 
 
+def _dense(args: tuple[Arg, ...], kwargs: dict[str, Arg], target: Any) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
+    """The arguments with `sparse=False`."""
+    names = [a.name for a in target._schema.arguments]
+    dense = tuple(False if name == "sparse" else arg for name, arg in zip(names, args, strict=False))
+    return dense, {key: False if key == "sparse" else arg for key, arg in kwargs.items()}
+
+
 def _substitute(item: Any, env: Mapping[Node, Any]) -> Any:
     """Replace nodes by their values, at any depth of nesting."""
     if isinstance(item, Node):
@@ -333,11 +348,11 @@ def without_out(target: Any) -> str:
 
 
 def _only_checked(graph: torch.fx.Graph) -> set[Node]:
-    """Values that go into assertions alone, as in `assert lengths.max().item() <= limit`."""
+    """Values that nothing reads but assertions, as in `assert lengths.max().item() <= limit` and passed checks."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         is_checked = all(user in found or op_name(user.target) in _DROPPED for user in node.users)
-        if node.op == "call_function" and node.users and is_checked and _is_pure(node.target):
+        if node.op == "call_function" and is_checked and _is_pure(node.target):
             found.add(node)
     return found
 

@@ -22,17 +22,28 @@ def _ctc_loss(fake: Any, func: Any, log_probabilities: Tensor, targets: Tensor, 
     )
 
 
+def _sample_dirichlet(fake: Any, func: Any, concentration: Tensor, *rest: Any, **options: Any) -> Any:
+    """A sample has the shape of its concentration."""
+    return torch.empty_like(concentration)
+
+
+_KERNELS: dict[Any, Any] = {
+    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+    torch.ops.aten._sample_dirichlet.default: _sample_dirichlet,
+}
+
+
 @contextmanager
 def bounded_shapes() -> Iterator[None]:
-    """Give torch.export shapes for operations whose internal results depend on values."""
+    """Give torch.export shapes of operations for which it has none, or whose internal results depend on values."""
     known: dict[Any, Any] = fake_impls.op_implementations_dict
-    op = torch.ops.aten._ctc_loss.Tensor
-    before = known.get(op)
-    known[op] = _ctc_loss
+    before = {op: known.get(op) for op in _KERNELS}
+    known.update(_KERNELS)
     try:
         yield
     finally:
-        if before is None:
-            del known[op]
-        else:
-            known[op] = before
+        for op, kernel in before.items():
+            if kernel is None:
+                del known[op]
+            else:
+                known[op] = kernel

@@ -4,13 +4,15 @@ relu_(x)            ->  y = relu(x), and later reads of x read y
 x[:, 0].mul_(2)     ->  kept: another alias of the memory is read later, so the ops from the one that allocated
                         the memory to the last write form an atomic range, which no cut may split
 count.add_(1)       ->  kept: a buffer of the model, written by the stage that owns it
+
+An input of the model that is written in place is copied first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ravnest.errors import TraceError
 from ravnest.graph.export import FlatGraph
@@ -36,7 +38,24 @@ class FunctionalGraph:
 
 def functionalize(flat: FlatGraph, parameters: set[str]) -> FunctionalGraph:
     """Functionalize `flat`; `parameters` are the names of values that must not be written."""
-    return _Functionalizer(flat, parameters).run()
+    first = _Functionalizer(flat, parameters)
+    result = first.run()
+    if first.written_inputs:  # again, with copies of them: a batch may be used several times
+        result = _Functionalizer(_with_copies(flat, first.written_inputs), parameters).run()
+    return result
+
+
+def _with_copies(flat: FlatGraph, inputs: Sequence[str]) -> FlatGraph:
+    """The graph with copies of some inputs, which it may write to."""
+    names = {name: f"{name}.copy" for name in inputs}
+    copies = [Op("aten.clone.default", (copy,), ("%" + name,)) for name, copy in names.items()]
+    return replace(
+        flat,
+        ops=[*copies, *(map_refs(op, lambda name: names.get(name, name)) for op in flat.ops)],
+        sources=[*("a copy of the model's input" for _ in copies), *flat.sources],
+        outputs=[names.get(name, name) for name in flat.outputs],
+        dtypes={**flat.dtypes, **{copy: flat.dtypes[name] for name, copy in names.items()}},
+    )
 
 
 class _Functionalizer:
@@ -50,6 +69,7 @@ class _Functionalizer:
         self.aliases: defaultdict[str, set[str]] = defaultdict(set)  # root -> original names of that memory
         self.last_read = {name: i for i, op in enumerate(flat.ops) for name in refs(op)}
         self.last_read.update(dict.fromkeys(flat.outputs, _FOREVER))
+        self.written_inputs: list[str] = []
 
     def run(self) -> FunctionalGraph:
         for name in (*self.flat.inputs, *self.flat.state):
@@ -121,6 +141,8 @@ class _Functionalizer:
             kept = Op("aten.copy_.default", op.outs, ("%" + target, "%" + fresh), no_grad=op.no_grad)
         self.root[op.outs[0]] = root
         self.aliases[root].add(op.outs[0])
+        if root in self.flat.inputs and root not in self.written_inputs:
+            self.written_inputs.append(root)
         if root in self.flat.state:
             self.result.mutated.add(root)
         else:

@@ -103,6 +103,15 @@ def _is_minus_one_in(tensor: torch.Tensor, divisor: torch.Tensor | float) -> boo
     return isinstance(divisor, int) and divisor == -1 and tensor.dtype.is_signed and not tensor.is_floating_point()
 
 
+def _sample_dirichlet(concentration: torch.Tensor) -> torch.Tensor:
+    """torch computes no shapes for it."""
+    if concentration.device.type == "meta" or type(concentration) is not torch.Tensor:
+        if not concentration.is_floating_point():
+            raise ValueError("a Dirichlet distribution takes floating-point numbers")
+        return torch.empty_like(concentration)
+    return torch.ops.aten._sample_dirichlet.default(concentration)  # type: ignore[no-any-return]
+
+
 def _has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has elements that can be read: not one of a dry run or a trace."""
     return tensor.device.type != "meta" and type(tensor) is torch.Tensor and tensor.numel() > 0
@@ -126,4 +135,5 @@ GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their 
     "aten.div.Scalar_mode": _div,
     "aten.divide.Tensor_mode": _div,
     "aten.divide.Scalar_mode": _div,
+    "aten._sample_dirichlet.default": _sample_dirichlet,
 }

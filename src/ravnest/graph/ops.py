@@ -226,7 +226,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "randomness": Family(
         "Random numbers from the interpreter's own generator.",
-        """alpha_dropout.default bernoulli.default bernoulli.p bernoulli.Tensor cauchy.default
+        """_sample_dirichlet.default _standard_gamma.default
+        alpha_dropout.default bernoulli.default bernoulli.p bernoulli.Tensor cauchy.default
         dropout.default exponential.default feature_alpha_dropout.default feature_dropout.default
         geometric.default log_normal.default multinomial.default native_dropout.default normal.float_float
         normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor normal_functional.default

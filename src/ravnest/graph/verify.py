@@ -13,6 +13,7 @@ traced: a backward pass of the model's own that draws random numbers or calls au
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -117,7 +118,7 @@ def verify(
             else:
                 state = _shared_state(program.state, program.tensors)
         expected = _run_model(module, leaves, files)
-        with files.gradients_of(state.values()) if files else nullcontext():
+        with files.gradients_of(state.values()) if files else nullcontext(), _failures("the traced program"):
             actual = _run_stages(program, stages, state, leaves)
         result = _compare(program, expected, actual, module, leaves)
         _check_repeatable(module, leaves, expected, backward=any(op.backward for op in program.ops))
@@ -130,6 +131,26 @@ def verify(
         split = SplitBatch(program, stages, state, leaves, second, shares)
         with files or nullcontext():
             return replace(result, batch_effect=split.loss_effect(), gradient_effect=split.gradient_effect())
+
+
+def _copies(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of a batch's tensors, which the model may write to; those that share memory share it as before."""
+    shared: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+    for leaf in leaves:
+        shared[leaf.untyped_storage().data_ptr(), leaf.dtype].append(leaf)
+    copied: dict[int, Tensor] = {}
+    for group in shared.values():
+        if len(group) == 1 or any(leaf.numel() == 0 for leaf in group):
+            copied |= {id(leaf): leaf.clone() for leaf in group}
+            continue
+        first = min(leaf.storage_offset() for leaf in group)
+        ends = [
+            leaf.storage_offset() + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+            for leaf in group
+        ]
+        memory = group[0].as_strided((max(ends) - first + 1,), (1,), first).clone()
+        copied |= {id(t): memory.as_strided(t.size(), t.stride(), t.storage_offset() - first) for t in group}
+    return [copied[id(leaf)] for leaf in leaves]
 
 
 def _stages(program: Program, leaves: Sequence[Tensor]) -> list[Stage]:
@@ -200,19 +221,25 @@ def _run_model(
     for parameter, _ in gradients:
         parameter.grad = None
     python_state, numpy_state = random.getstate(), _numpy_state()
+    copies = _copies(leaves)
     try:
         with training_mode(module), torch.enable_grad():
             torch.manual_seed(_SEED)
-            with _failures("forward"):
-                loss: Tensor = module(*leaves)[0]
-            step = StepResult(loss.detach(), cause=_cause(module, loss))
+            with _failures("the model's forward pass"), _noted_seeds() as seeds:
+                loss: Tensor = module(*copies)[0]
+            step = StepResult(loss.detach(), cause=_cause(module, loss) or _cause_outside(leaves, copies, seeds))
             if (random.getstate(), _numpy_state()) != (python_state, numpy_state):
                 step.cause = _PYTHON_RANDOM
             if loss.requires_grad and backward:
-                with files.gradients_of(module.parameters()) if files else nullcontext(), _failures("backward"):
+                with (
+                    files.gradients_of(module.parameters()) if files else nullcontext(),
+                    _failures("the model's backward pass"),
+                ):
                     loss.backward()  # type: ignore[no-untyped-call]
         named = _named_tensors(module)
-        step.gradients = {n: p.grad for n, p in named.items() if isinstance(p, nn.Parameter) and p.grad is not None}
+        step.gradients = {
+            n: p.grad.to_dense() for n, p in named.items() if isinstance(p, nn.Parameter) and p.grad is not None
+        }
         step.buffers = {n: b.detach().clone() for n, b in named.items() if not isinstance(b, nn.Parameter)}
         return step
     finally:
@@ -248,16 +275,14 @@ def _check_repeatable(module: LossModule, leaves: Sequence[Tensor], first: StepR
 
 
 @contextmanager
-def _failures(direction: str) -> Iterator[None]:
-    """Any exception here is raised by the user's model."""
+def _failures(what: str) -> Iterator[None]:
+    """Any exception here is raised by the user's model, or by what was traced of it."""
     try:
         yield
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(
-            f"the model's {direction} pass fails on one of the first batches: {type(error).__name__}: {error}"
-        ) from error
+        raise TraceError(f"{what} fails on one of the first batches: {type(error).__name__}: {error}") from error
 
 
 def _run_stages(
@@ -336,6 +361,38 @@ def _cause(module: nn.Module, loss: Tensor) -> str:
             return f"the autograd function {own.__name__} of torch, whose backward pass is not traced"
         waiting.extend(following for following, _ in node.next_functions)
     return ""
+
+
+def _cause_outside(leaves: Sequence[Tensor], copies: Sequence[Tensor], seeds: Sequence[object]) -> str:
+    """A construct in the forward pass that a program cannot repeat."""
+    memories = [leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.numel()]
+    if seeds:
+        return "the forward pass calls torch.manual_seed, and a program draws all random numbers from one generator"
+    if len(set(memories)) < len(memories) and any(
+        not are_equal(a, b) for a, b in zip(leaves, copies, strict=True)
+    ):  # fmt: skip
+        return (
+            "the forward pass writes to a tensor of the batch that shares its memory with another one; clone it in the "
+            "collator or before the write"
+        )
+    return ""
+
+
+@contextmanager
+def _noted_seeds() -> Iterator[list[object]]:
+    """Note the seeds that the forward pass sets."""
+    seeds: list[object] = []
+    original = torch.manual_seed
+
+    def noting(seed: Any) -> Any:
+        seeds.append(seed)
+        return original(seed)
+
+    torch.manual_seed = noting
+    try:
+        yield seeds
+    finally:
+        torch.manual_seed = original
 
 
 def _numpy_state() -> tuple[Any, ...]:

@@ -11,9 +11,12 @@ from ravnest.graph import ALLOWED, FAMILIES
 from ravnest.graph.ops import INIT_ALLOWED, SYM, needs_device, overload_of, resolve, schema_of
 from ravnest.graph.validate import _PREDICATES, declared_arguments
 
-ONLY_FORM = {  # of torch.nn.utils.weight_norm, F.interpolate(antialias=True or mode="nearest-exact"), F.grouped_mm
+# of torch.nn.utils.weight_norm, F.interpolate(antialias=True or mode="nearest-exact"), F.grouped_mm, and of
+# the distributions Gamma, Beta and Dirichlet
+ONLY_FORM = {
     "_weight_norm", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_nearest_exact1d",
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "_grouped_mm",
+    "_standard_gamma", "_sample_dirichlet",
 }  # fmt: skip
 EVERYTHING = sorted({**ALLOWED, **INIT_ALLOWED})
 FORBIDDEN_WORDS = (
