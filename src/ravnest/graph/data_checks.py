@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from ravnest.graph.exception_flow import ends_training, leaves, only_raises
+from ravnest.graph.export_errors import LayerSkip
 
 __all__ = ["ValueReads", "passing_checks"]
 
@@ -37,19 +38,19 @@ _BETWEEN = ("TO_BOOL", "CALL", "PRECALL", "CACHE", "NOP", "UNARY_NOT")  # from a
 
 
 @contextmanager
-def passing_checks() -> Iterator[list[Exception]]:
+def passing_checks(refused: list[Exception] | None = None) -> Iterator[None]:
     """Give the truth value of a traced tensor where the branch of the other value only raises.
 
-    Yields the errors of all other decisions on values. One that the model catches is raised again at the end: the model
-    would take the way of its handler, which it does not take with values.
+    The errors of all other decisions on values go to `refused`. One that the model catches is raised again at the end:
+    the model would take the way of its handler, which it does not take with values.
     """
-    refused: list[Exception] = []
+    refused = [] if refused is None else refused
     originals = {(kind, "__bool__"): kind.__bool__ for kind in (Tensor, *_SYMBOLS)}
     originals |= {(kind, name): getattr(kind, name) for kind in _SYMBOLS for name in _NUMBERS if hasattr(kind, name)}
     for (kind, name), original in originals.items():
         setattr(kind, name, (_truth if name == "__bool__" else _number)(original, refused))
     try:
-        yield refused
+        yield
     finally:
         for (kind, name), original in originals.items():
             setattr(kind, name, original)
@@ -91,10 +92,22 @@ def _number(original: Callable[[Any], Any], refused: list[Exception]) -> Callabl
 
 def _note(refused: list[Exception], error: Exception, frame: FrameType | None) -> None:
     """Note an error that reaches the model's own code: torch handles some itself."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH) and leaves(frame):
+    while frame is not None and _is_between(frame) and leaves(frame):
         frame = frame.f_back
-    if frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
+    if frame is not None and not _is_between(frame):
         refused.append(error)
+
+
+def _own_frame(frame: FrameType) -> FrameType:
+    """The innermost frame of the model."""
+    while _is_between(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether a function is one of torch, or of a mode that watches its calls."""
+    return frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name == "__torch_function__"
 
 
 class ValueReads(TorchFunctionMode):
@@ -104,20 +117,23 @@ class ValueReads(TorchFunctionMode):
     models that can skip layers at random do so in Python; with a probability of zero they never skip one.
     """
 
-    def __init__(self, refused: list[Exception]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._refused = refused
+        self.refused: list[Exception] = []
+        self.skips: list[LayerSkip] = []
         self._numbers: list[tuple[Tensor, int]] = []  # drawn from [0, 1), with their versions: they may be written to
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_bound = func in _LESS and len(args) == 2 and isinstance(args[1], int | float) and args[1] <= 0
+        is_bound = func in _LESS and len(args) == 2 and isinstance(args[1], int | float)
         if is_bound and any(args[0] is drawn and drawn._version == version for drawn, version in self._numbers):
-            return False
+            if args[1] <= 0:
+                return False
+            self.skips.append(LayerSkip.found(_own_frame(sys._getframe(1)), float(args[1])))
         try:
             result = func(*args, **(kwargs or {}))
         except Exception as error:  # raised again; only noted if it is due to tensors without values
             if isinstance(error, _WITHOUT_VALUES) or func in _READS:
-                _note(self._refused, error, sys._getframe(1))
+                _note(self.refused, error, sys._getframe(1))
             raise
         if func is torch.rand and isinstance(result, Tensor) and result.dim() == 0:
             self._numbers.append((result, result._version))

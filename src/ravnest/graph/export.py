@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ravnest.errors import TraceError, UnsupportedOp
 from ravnest.graph.data_checks import ValueReads, passing_checks
@@ -47,6 +48,12 @@ _RENAMED = {  # the same operation under its name on the allow-list
     "aten.__or__.Tensor": "aten.bitwise_or.Tensor",
     "aten.__or__.Scalar": "aten.bitwise_or.Scalar",
     "aten.__xor__.Tensor": "aten.bitwise_xor.Tensor",
+    "aten.__iand__.Tensor": "aten.bitwise_and_.Tensor",
+    "aten.__iand__.Scalar": "aten.bitwise_and_.Scalar",
+    "aten.__ior__.Tensor": "aten.bitwise_or_.Tensor",
+    "aten.__ior__.Scalar": "aten.bitwise_or_.Scalar",
+    "aten.__ixor__.Tensor": "aten.bitwise_xor_.Tensor",
+    "aten.__ixor__.Scalar": "aten.bitwise_xor_.Scalar",
     "aten.empty.memory_format": "aten.zeros.default",  # never expose uninitialised memory of a node
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
@@ -91,6 +98,7 @@ class FlatGraph:
     dtypes: dict[str, str] = field(default_factory=dict)  # of the tensors among the values
     constants: dict[str, Tensor] = field(default_factory=dict)  # name in the module -> tensor
     ranges: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # by input: bounds of varying dimensions
+    unsized: set[str] = field(default_factory=set)  # values whose sizes depend on values, as those of a mask
     untraced: tuple[str, ...] = ()  # backward passes of the model's own that are left to autograd
 
 
@@ -111,16 +119,17 @@ def export_flat(module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapp
 def _export(
     module: nn.Module, inputs: Sequence[Tensor], dims: Sequence[Mapping[int, object]], recorder: GradientRecorder
 ) -> torch.export.ExportedProgram:
+    reads = ValueReads()
     try:
         with (
-            quiet_export(), passing_checks() as refused, ValueReads(refused), recorded_forms(), bounded_shapes(),
+            quiet_export(), passing_checks(reads.refused), reads, recorded_forms(), bounded_shapes(),
             recorder.recording(),
         ):  # fmt: skip
             return torch.export.export(module, tuple(inputs), dynamic_shapes=(tuple(dims),), strict=False)
     except TraceError:
         raise
     except Exception as error:  # any exception here is raised by the user's model
-        raise explained(error) from error
+        raise explained(error, reads.skips) from error
 
 
 def _flatten(exported: torch.export.ExportedProgram) -> FlatGraph:
@@ -205,14 +214,19 @@ class _Flattener:
         if "out" in node.kwargs and (functional := without_out(target)) in ALLOWED:
             self._call_and_copy(node, functional, env, prefix, no_grad, no_autocast)
             return
-        if name not in ALLOWED and not name.startswith(("sym.", "ravnest.")) and name != "aten.sym_size.int":
+        is_known = name in ALLOWED or name.startswith(("sym.", "ravnest.")) or name == "aten.sym_size.int"
+        if not is_known and not _has_shape_of_mask(node):
             _check_in_place(name, node)
         outs, env[node] = _outs(node, prefix)
         if isinstance(node.meta["val"], Tensor):
             self.flat.dtypes[outs[0]] = dtype_name(node.meta["val"].dtype)
+        if free_unbacked_symbols(node.meta["val"]):
+            self.flat.unsized.update(outs)
         args, kwargs = encode_call(_substitute(node.args, env), _substitute(node.kwargs, env), source_of(node))
         if name.startswith("aten.embedding"):  # a dense gradient is the same, and can be sent, summed and averaged
             args, kwargs = _dense(args, kwargs, target)
+        if name == "aten.masked_select.default" and _has_shape_of_mask(node):
+            name, args = "aten.index.Tensor", (args[0], cast(Arg, (args[1],)))
         if name in _WITH_NUMBER and not isinstance(args[0], str):  # only the second argument may be a number
             name, args = _WITH_NUMBER[name], (args[1], args[0])
             if name == "aten.add.Tensor" and "alpha" in kwargs:  # which scales the tensor, now the first argument
@@ -244,7 +258,7 @@ class _Flattener:
 
     def _num_elements(self, node: Node, env: dict[Node, Any], prefix: str) -> None:
         """The number of elements of a tensor, as the product of its sizes."""
-        tensor, source, total = _substitute(node.args[0], env), source_of(node), ""
+        tensor, source, total, first = _substitute(node.args[0], env), source_of(node), "", len(self.flat.ops)
         for dim in range(node.args[0].meta["val"].dim()):  # type: ignore[union-attr]
             size = f"{prefix}{node.name}.size{dim}"
             self.flat.ops.append(Op("aten.sym_size.int", (size,), (str(tensor), dim)))
@@ -255,6 +269,8 @@ class _Flattener:
                 self.flat.sources.append(source)
                 size = product
             total = size
+        if str(tensor)[1:] in self.flat.unsized:
+            self.flat.unsized.update(name for op in self.flat.ops[first:] for name in op.outs)
         env[node] = Ref("%" + total) if total else 1
 
     def _call_and_copy(
@@ -292,6 +308,16 @@ class _Flattener:
         placeholders = module.graph.find_nodes(op="placeholder")
         inner_env = {p: _substitute(v, env) for p, v in zip(placeholders, rest, strict=True)}
         return self.region(module, inner_env, f"{prefix}{node.name}.", no_grad=no_grad, no_autocast=no_autocast)
+
+
+def _has_shape_of_mask(node: Node) -> bool:
+    """Whether a call is `masked_select` with a mask of the tensor's own shape, which is an index."""
+    if node.target is not torch.ops.aten.masked_select.default:
+        return False
+    tensor, mask = (cast(Node, arg).meta["val"] for arg in node.args)
+    return len(tensor.shape) == len(mask.shape) and all(
+        str(a) == str(b) for a, b in zip(tensor.shape, mask.shape, strict=True)
+    )
 
 
 def _dense(args: tuple[Arg, ...], kwargs: dict[str, Arg], target: Any) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
@@ -378,6 +404,13 @@ def _check_in_place(name: str, node: Node) -> None:
             "the optimizer may change parameters. Scale the result of the embedding instead, for example with renorm"
         )
     source = source_of(node)
+    if isinstance(node.target, torch._ops.OpOverload) and (advice := _of_values(node.target)):
+        raise UnsupportedOp(f"{source} calls {name}, {advice}. {another_configuration(source)}".rstrip(". ") + ".")
+    if name.startswith("python."):
+        raise UnsupportedOp(
+            f"{source} uses a transform of torch.func ({name.removeprefix('python.')}), which cannot be written as "
+            "data: write the batch dimension, or the derivative, out with ordinary tensor operations"
+        )
     remedy = another_configuration(source) or "Rewrite it with allowed operations"
     raise UnsupportedOp(
         f"{source} calls {name}, which is not on the list of allowed operations "
@@ -386,12 +419,24 @@ def _check_in_place(name: str, node: Node) -> None:
     )
 
 
+def _of_values(target: torch._ops.OpOverload) -> str:
+    """Advice for an operation that no stage may have, because it gives a number or a size that depends on values."""
+    if torch.Tag.dynamic_output_shape in target.tags or target is torch.ops.aten.where.default:
+        return (
+            "whose result has a size that depends on values; select with a mask instead, such as x[mask], compute "
+            "every row and weight it by the mask, or use topk with a fixed number"
+        )
+    if torch.Tag.data_dependent_output in target.tags:
+        return "which reads a number from a tensor, as .item(), float() and .tolist() do; keep it a tensor"
+    return ""
+
+
 def source_of(node: Node) -> str:
     """The innermost line outside torch that made this node: `file.py:12 in forward: x = ...`."""
     frames = _LINE.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return "the model"
-    own = [frame for frame in frames if not IN_TORCH.search(frame[0])]
+    own = [frame for frame in frames if not IN_TORCH.search(frame[0]) and not frame[0].startswith("<eval_with_key>")]
     path, line, function, code = (own or frames)[-1]
     if path.endswith("ravnest/graph/tracer.py"):
         return "the loss function"

@@ -103,6 +103,25 @@ def _is_minus_one_in(tensor: torch.Tensor, divisor: torch.Tensor | float) -> boo
     return isinstance(divisor, int) and divisor == -1 and tensor.dtype.is_signed and not tensor.is_floating_point()
 
 
+def _index(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+    """A mask selects at most all elements: that many are assumed where it has no values."""
+    bounded: list[torch.Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        if is_mask and (index.device.type == "meta" or type(index) is not torch.Tensor):  # type: ignore[union-attr]
+            bounded += _every_element(tensor, index, len(bounded))  # type: ignore[arg-type]
+        else:
+            bounded.append(index)
+    return torch.ops.aten.index.Tensor(tensor, bounded)  # type: ignore[no-any-return]
+
+
+def _every_element(tensor: torch.Tensor, mask: torch.Tensor, first: int) -> list[torch.Tensor]:
+    """Indices instead of a mask that starts at a dimension of the tensor, as if all of its elements were true."""
+    if tensor.shape[first : first + mask.dim()] != mask.shape:
+        raise IndexError(f"a mask of shape {tuple(mask.shape)} does not fit {tuple(tensor.shape)} at dimension {first}")
+    return [torch.zeros(mask.numel(), dtype=torch.int64, device=mask.device) for _ in mask.shape]
+
+
 def _sample_dirichlet(concentration: torch.Tensor) -> torch.Tensor:
     """torch computes no shapes for it."""
     if concentration.device.type == "meta" or type(concentration) is not torch.Tensor:
@@ -136,4 +155,5 @@ GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their 
     "aten.divide.Tensor_mode": _div,
     "aten.divide.Scalar_mode": _div,
     "aten._sample_dirichlet.default": _sample_dirichlet,
+    "aten.index.Tensor": _index,
 }

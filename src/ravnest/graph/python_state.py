@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterator
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,17 @@ _MAX_ITEMS = 1000  # of a container
 _MAX_DEPTH = 8
 _MAX_BYTES = 1 << 22  # of a tensor or an array
 _OF_MODULES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "training")
-_LIBRARIES = ("torch", "transformers", "numpy")  # their functions keep caches, no state of a model
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "peft",
+    "timm",
+    "torchvision",
+    "ravnest",
+    "pytest",
+    "_pytest",
+)  # their functions keep caches, no state of a model
 
 
 def python_state(module: nn.Module) -> dict[str, str]:
@@ -65,7 +76,7 @@ def _text(value: Any) -> str | None:
         return "" if isinstance(value, nn.Parameter) else _digest_of_tensor(value)
     if isinstance(value, np.ndarray):
         return _digest(value.tobytes()) if value.nbytes <= _MAX_BYTES and value.dtype != object else ""
-    if isinstance(value, random.Random):
+    if type(value) is random.Random:
         return _digest(repr(value.getstate()).encode())
     if isinstance(value, np.random.Generator):
         return _digest(repr(value.bit_generator.state).encode())
@@ -90,9 +101,10 @@ def _digest_of_tensor(tensor: Tensor) -> str:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What a value consists of, with the way to it."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         yield "", len(value)
-        yield from ((f"[{key!r:.40}]", part) for key, part in itertools.islice(value.items(), _MAX_ITEMS))
+        items = itertools.islice(dict.items(value), _MAX_ITEMS)
+        yield from ((f"[{key!r:.40}]" if isinstance(key, str | int) else "[...]", part) for key, part in items)
     elif isinstance(value, list | tuple | deque | set | frozenset):
         yield "", len(value)
         if not isinstance(value, set | frozenset):
@@ -105,9 +117,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, nn.Module):
         yield from ((f".{k}", part) for k, part in vars(value).items() if k not in (*_OF_MODULES, "_modules"))
         yield from _of_class(type(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType) and not _is_library(type(value)):
+    elif isinstance(value, SimpleNamespace) or (_has_attributes(value) and not _is_library(type(value))):
         yield from ((f".{key}", part) for key, part in vars(value).items())
         yield from _of_class(type(value))
+
+
+def _has_attributes(value: Any) -> bool:
+    return "__dict__" in dir(type(value)) and not isinstance(value, type | ModuleType)
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
@@ -140,4 +156,5 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _is_library(owned: Any) -> bool:
-    return str(getattr(owned, "__module__", None)).partition(".")[0] in (*_LIBRARIES, "builtins", "ravnest")
+    package = str(getattr(owned, "__module__", None)).partition(".")[0]
+    return package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")

@@ -328,7 +328,8 @@ def _assemble(
     )
     shortest = at_shortest(feed.values, feed.lengths) if feed.lengths else None
     values, undescribed = infer(feed.values, state, ops, graph.sources, shortest)
-    uncuttable = {s.name for s in state if s.mutated} | undescribed
+    unsized = {names[name] for name in names if name.partition(".")[0] in flat.unsized or name in flat.unsized}
+    uncuttable = {s.name for s in state if s.mutated} | undescribed | unsized
     ranges = (*graph.atomic_ranges, *_ranges(ops, uncuttable))
     tail = _ops_after(ops, names.get(prediction, ""), state)
     return Program(

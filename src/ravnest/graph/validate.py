@@ -257,6 +257,8 @@ def _check_backward(where: str, backward: BackwardPass, saved: Sequence[str]) ->
 def _check_protected(where: str, op: Op, protected: set[str]) -> None:
     """Reject a write to `protected` values, and add the results that may share their memory."""
     _check_writes(where, op, protected)
+    if ALLOWED.get(op.op) == "writes":  # gives the tensor that it has written to, which is not protected
+        return
     if may_share_memory(op.op) and protected.intersection(refs(op)):
         protected.update(filter(None, op.outs))
 

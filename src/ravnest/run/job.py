@@ -85,6 +85,11 @@ def resumed_folder(folder: Path | str | None, start: Checkpoint) -> Path:
     return new_folder(folder, "")
 
 
+def _described(given: Any) -> str:
+    is_plain = given is None or isinstance(given, str | int | float | type)
+    return repr(given) if is_plain else f"a {type(given).__module__}.{type(given).__name__}"
+
+
 @dataclass
 class Job:
     """A training job.
@@ -183,6 +188,10 @@ class Job:
             view.message(f"fetching the newest checkpoint from {chosen.resume}")
             chosen = replace(chosen, resume=fetch_checkpoint(str(chosen.resume), folder).parent.parent, run_dir=None)
         check_model(self.model)
+        require(
+            isinstance(self.optimizer, Optimizer),
+            f"optimizer must be one of Ravnest's, such as ravnest.AdamW(lr=1e-3), got {_described(self.optimizer)}",
+        )
         batches = Batches(self.data, chosen.epochs)
         try:
             job = self._traced(chosen, batches.examples, changes, view)

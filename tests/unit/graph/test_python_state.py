@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ CHANGING: dict[str, Callable[[], Stateful]] = {
     "dict": lambda: Stateful({"calls": 0}, of_dict),
     "list": lambda: Stateful([], of_list),
     "deque": lambda: Stateful(deque(), of_list),
+    "namespace": lambda: Stateful(SimpleNamespace(counter=Counter()), lambda model: model.state.counter.next()),
     "object": lambda: Stateful(Counter(), lambda model: model.state.next()),
     "count": lambda: Stateful(itertools.count(), lambda model: next(model.state)),
     "class": lambda: Stateful(None, of_class),
@@ -140,6 +142,7 @@ def caches(model: Stateful) -> int:
 
 KEEPING: dict[str, Callable[[], Stateful]] = {
     "cache": lambda: Stateful({}, caches),
+    "the system's generator": lambda: Stateful(random.SystemRandom(), lambda model: 0),
     "itself": lambda: Stateful({}, lambda model: model.state.setdefault("itself", model) is None),
 }
 

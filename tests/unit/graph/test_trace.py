@@ -123,7 +123,7 @@ def decomposition(x: Tensor) -> Tensor:
 
 
 def shape_of_data(x: Tensor) -> Tensor:
-    return x[x > 0].sum() + x
+    return torch.unique(x.round()).sum() + x  # type: ignore[no-any-return]
 
 
 def broken(x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def broken(x: Tensor) -> Tensor:
     [
         (branch, "depends on the values"),
         (fixed_batch, "fixes the batch size"),
-        (shape_of_data, "nonzero|depends on the values|not on the list"),
+        (shape_of_data, r"whose result has a size that depends on values; select with a mask instead"),
         (broken, "my own mistake"),
     ],
     ids=lambda f: getattr(f, "__name__", ""),

@@ -253,3 +253,18 @@ def test_long_work_shows_its_time() -> None:
     with progress_messages(View(), "a moment", every_s=60):
         pass
     assert len(shown) == count
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given"),
+    [
+        (None, "got None"),
+        ("adam", "got 'adam'"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), r"got a torch\.optim\.sgd\.SGD"),
+    ],
+    ids=["none", "name", "torch"],
+)
+def test_an_optimizer_of_another_library_is_refused(optimizer: Any, given: str, tmp_path: Path) -> None:
+    job = Job(nn.Linear(3, 2), F.mse_loss, [(torch.ones(4, 3), torch.ones(4, 2))], optimizer)
+    with pytest.raises(ValueError, match=rf"optimizer must be one of Ravnest's, such as ravnest\.AdamW.*{given}"):
+        job.train(run_dir=tmp_path / "run", on="local:1")
