@@ -32,6 +32,7 @@ _SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
 _READS = (
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.allclose.default,
 )  # fmt: skip
+_EYES = {torch.ops.aten.eye.out: "aten.eye.default", torch.ops.aten.eye.m_out: "aten.eye.m"}
 _DRAWN_LIMIT = 1 << 24  # elements of a tensor that is drawn to answer a question
 _Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # storage, offset, shape, strides
 
@@ -105,6 +106,8 @@ class InitLog:
         """Record an op that writes its result to `out`: as the op itself, and a copy."""
         out, others = kwargs["out"], {key: arg for key, arg in kwargs.items() if key != "out"}
         fresh, name = self.names.setdefault((0, len(self.steps), (), ()), f"i{len(self.names)}"), without_out(func)
+        if func in _EYES:  # torch declares its form without `out` with a dtype
+            name, others = _EYES[func], {**others, "dtype": out.dtype}
         coded_args, coded_kwargs = encode_call(_named(args, self), _named(others, self), "the builder")
         self._append(Op(name, (fresh,), coded_args, coded_kwargs), out, list(_tensors((args, others))), [out])
         copy = Op("aten.copy_.default", ("",), ("%" + self.name(out), "%" + fresh))

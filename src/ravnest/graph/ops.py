@@ -264,7 +264,8 @@ _INIT_ONLY = """abs_.default add_.Scalar add_.Tensor bernoulli_.float clamp_.def
     exponential_.default fill_.Scalar fill_.Tensor fill_diagonal_.default log_.default mul_.Scalar mul_.Tensor
     neg_.default normal_.default pow_.Scalar random_.default random_.from random_.to reciprocal_.default
     sqrt_.default sub_.Scalar sub_.Tensor tril_.default triu_.default trunc_.default uniform_.default
-    zero_.default linalg_qr.default geqrf.default randperm.default normal.float_float diagonal_copy.default"""
+    zero_.default linalg_qr.default geqrf.default randperm.default normal.float_float diagonal_copy.default
+    index_put_.default"""
 
 ALLOWED: dict[str, str] = {f"aten.{op}": family for family, entry in FAMILIES.items() for op in entry.ops.split()}
 _INIT_FAMILIES = ("views", "conversions", "creation", "joining", "arithmetic", "logic", "indexing", "reductions",

@@ -123,6 +123,13 @@ def questioned() -> Model:
     return model
 
 
+def initialised() -> Model:
+    model = Model()
+    nn.init.sparse_(model.first.weight, 0.5)
+    nn.init.eye_(model.second.weight)
+    return model
+
+
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "plain": Model,
     "dropout": lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 1)),
@@ -133,6 +140,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "orthogonal": lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 6)), nn.Linear(6, 1)),
     "orthogonal, wide": lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 3)), nn.Linear(3, 1)),
     "a question while building": questioned,
+    "sparse and identity": initialised,
     "reentrant checkpoint": lambda: Model(lambda x: checkpointed(x, reentrant=True)),
 }
 
