@@ -84,6 +84,15 @@ def _geqrf(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.aten.geqrf.default(tensor)  # type: ignore[no-any-return]
 
 
+def _weight_norm(direction: torch.Tensor, magnitude: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """torch reads as many magnitudes as the direction has in that dimension, however many there are."""
+    rank = direction.dim()
+    expected = () if dim == -1 else tuple(direction.shape[i] if i == dim else 1 for i in range(rank))  # -1: of all
+    if not -1 <= dim < rank or direction.numel() == 0 or tuple(magnitude.shape) != expected:
+        raise ValueError(f"weight norm of {tuple(direction.shape)} takes magnitudes of shape {expected}")
+    return torch.ops.aten._weight_norm.default(direction, magnitude, dim)  # type: ignore[no-any-return]
+
+
 def _div(tensor: Any, other: Any, *, rounding_mode: str | None) -> torch.Tensor:
     """The smallest integer divided by -1 ends the process if it is rounded by truncation."""
     kind = torch.ops.aten.div.Tensor_mode if isinstance(other, torch.Tensor) else torch.ops.aten.div.Scalar_mode
@@ -149,6 +158,7 @@ GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their 
     "aten.fractional_max_pool2d.default": _fractional_max_pool(2),
     "aten.fractional_max_pool3d.default": _fractional_max_pool(3),
     "aten.diff.default": _diff,
+    "aten._weight_norm.default": _weight_norm,
     "aten.geqrf.default": _geqrf,
     "aten.div.Tensor_mode": _div,
     "aten.div.Scalar_mode": _div,

@@ -89,3 +89,29 @@ def test_division_is_that_of_torch(dtypes: tuple[str, str], mode: str | None) ->
         found = resolve(f"aten.div.{kind}")(tensor, other, rounding_mode=mode)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("shape", "magnitudes", "dim"),
+    [
+        ((1, 100_000), (), 1), ((1, 100_000), (1,), 1), ((100_000, 1), (1,), 0), ((2, 3), (3,), 1), ((2, 3), (2, 3), 0),
+        ((2, 0, 3), (1, 1, 3), 2), ((2, 3), (1, 3), 2), ((2, 3), (3,), -1), ((), (), 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_weight_norm_reads_no_magnitude_that_is_not_there(
+    shape: tuple[int, ...], magnitudes: tuple[int, ...], dim: int, device: str
+) -> None:
+    """Without the guard, values of the memory behind the magnitudes are in the result, or the process ends."""
+    with pytest.raises(ValueError, match="takes magnitudes of shape"):
+        resolve("aten._weight_norm.default")(
+            torch.ones(shape, device=device), torch.ones(magnitudes, device=device), dim
+        )
+
+
+@pytest.mark.parametrize(("magnitudes", "dim"), [((4, 1, 1), 0), ((1, 3, 1), 1), ((1, 1, 2), 2), ((), -1)])
+def test_weight_norm_is_that_of_torch(magnitudes: tuple[int, ...], dim: int) -> None:
+    direction, magnitude = torch.randn(4, 3, 2), torch.rand(magnitudes)
+    expected = torch._weight_norm(direction, magnitude, dim)
+    assert torch.equal(resolve("aten._weight_norm.default")(direction, magnitude, dim), expected)
