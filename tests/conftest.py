@@ -73,7 +73,9 @@ def fixed_times(fixed_op_times: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of speed read the processor time of this process: other processes do not change it."""
-    clock = SimpleNamespace(perf_counter=time.process_time, process_time=time.process_time)
+    clock = SimpleNamespace(
+        perf_counter=time.process_time, process_time=time.process_time, thread_time=time.thread_time
+    )
     for module in (timing, overhead, speed):
         monkeypatch.setattr(module, "time", clock)
 

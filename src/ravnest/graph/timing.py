@@ -6,7 +6,8 @@ for one op's tensors at a time.
 
     seconds of a call = minimum over repeats - seconds of an empty call
 
-The minimum, because other load on the machine only ever adds time. Repeats are made in rounds over all ops until the
+The minimum, because other load on the machine only ever adds time; with one torch thread, seconds of that thread on a
+core, which other programs change less. Repeats are made in rounds over all ops until the
 budget is used up, so that a slow period of the machine does not affect the same op every time. Not included: adding a
 gradient to an existing one, and the optimizer step.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -188,17 +189,23 @@ def _run_once(interpreter: Interpreter, leaves: Sequence[Any], *, writes: bool) 
     inputs = [*leaves]
     if writes:
         inputs[0] = leaves[0].clone()  # autograd rejects writes to a leaf
-    start_s = time.perf_counter()
+    now_s = _clock()
+    start_s = now_s()
     outputs = interpreter({}, inputs)
-    forward_s = time.perf_counter() - start_s
+    forward_s = now_s() - start_s
     ends = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
     starts = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
     if not ends or not starts:
         return forward_s, 0.0, outputs
     gradients = [torch.ones_like(t) for t in ends]
-    start_s = time.perf_counter()
+    start_s = now_s()
     torch.autograd.grad(ends, starts, gradients, allow_unused=True)
-    return forward_s, time.perf_counter() - start_s, outputs
+    return forward_s, now_s() - start_s, outputs
+
+
+def _clock() -> Callable[[], float]:
+    """Autograd computes on the calling thread, as long as all tensors are on the CPU."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _overhead() -> OpSeconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from ravnest.coordinator.policy.averaging import AveragingPolicy
@@ -31,10 +32,11 @@ def fleet_builder(job: TracedJob, view: ProgressView) -> FleetClusterBuilder:
     timed = time_job(
         Workload(job.program, microbatch), job.optimizer, config, accumulate=-(-job.batch_size // microbatch)
     )
+    reference = measure_speed(threads=1, budget_s=_REFERENCE_S, clock=time.thread_time) if config.listens else None
     builder = FleetClusterBuilder(
         job.program, timed, job.trainer, job.folder, job.start_weights, synchronous=config.is_synchronous,
         min_stages=config.least_stages, num_spares=config.spares,
-        reference_gflops=measure_speed(threads=1, budget_s=_REFERENCE_S).gflops if config.listens else None,
+        reference_gflops=reference.gflops if reference is not None else None,
     )  # fmt: skip
     builder.checkpoint = job.start
     return builder

@@ -232,5 +232,5 @@ def test_layers_that_are_skipped_at_random_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x if torch.rand([]) < 0.5 else self.layer(x)
 
-    with pytest.raises(TraceError, match="skips layers at random, with a probability of 0.5"):
+    with pytest.raises(TraceError, match="skips layers at random, with a probability of"):
         trace(Skips(), F.mse_loss, (torch.ones(2, 4), torch.ones(2, 4)))
