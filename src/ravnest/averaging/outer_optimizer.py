@@ -15,7 +15,7 @@ import numpy as np
 from ravnest.averaging.codec import Floats
 from ravnest.core.config import config, require
 
-__all__ = ["Nesterov", "step_nesterov"]
+__all__ = ["Nesterov", "OuterStep", "step_nesterov"]
 
 _BLOCK = 2**16  # elements processed together: four arrays of them fit the cache
 
@@ -49,3 +49,20 @@ def step_nesterov(reference: Floats, average: Floats, momentum: Floats, nesterov
         np.add(g, t, out=t)
         np.multiply(t, lr, out=t)
         np.subtract(w, t, out=w)
+
+
+class OuterStep:
+    """Keeps the reference weights and the momentum of one ring. The first average only initializes them."""
+
+    def __init__(self, nesterov: Nesterov) -> None:
+        self._nesterov = nesterov
+        self._reference: Floats | None = None
+        self._momentum = np.empty(0, np.float32)
+
+    def apply(self, average: Floats) -> None:
+        """Replace an average by the result of the outer step, in place."""
+        if self._reference is None:
+            self._reference, self._momentum = average.copy(), np.zeros_like(average)
+            return
+        step_nesterov(self._reference, average, self._momentum, self._nesterov)
+        np.copyto(average, self._reference)

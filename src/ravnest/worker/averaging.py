@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ravnest.averaging.averager import Averager, RoundOutcome
 from ravnest.averaging.contribution import Contribution, codec_error, digest, new_residual
-from ravnest.averaging.outer_optimizer import Nesterov, step_nesterov
+from ravnest.averaging.outer_optimizer import Nesterov, OuterStep
 from ravnest.averaging.peer_link import PeerLinkConfig
 from ravnest.averaging.ring import RingSpec
 from ravnest.averaging.session import AttemptKey
@@ -118,8 +118,7 @@ class _Rings:
     buffer: SharedBuffer | None = None
     vectors: dict[tuple[str, int], Floats] = field(default_factory=dict)
     residuals: dict[int, Floats] = field(default_factory=dict)
-    references: dict[int, Floats] = field(default_factory=dict)
-    momenta: dict[int, Floats] = field(default_factory=dict)
+    outer_steps: dict[int, OuterStep] = field(default_factory=dict)
 
     def vector(self, use: str, ring: int, num_elements: int) -> Floats:
         """Return the memory of a ring's snapshot or result, the same in every round."""
@@ -348,8 +347,9 @@ class StageAveraging:
             return
         self._round, self._closed_round = None, number
         results = {ring: result.copy() for ring, result in current.results.items()}  # the next round reuses the memory
-        for ring, result in results.items():
-            _outer_step(rings, ring, result, current.outer)
+        if current.outer != "plain":
+            for ring, result in results.items():
+                rings.outer_steps.setdefault(ring, OuterStep(Nesterov())).apply(result)
         positions = rings.formation.seats
 
         def apply(loop: Loop) -> None:
@@ -363,17 +363,6 @@ class StageAveraging:
             self._report(AverageApplied(number))
 
         self._call_in_loop(apply)
-
-
-def _outer_step(rings: _Rings, ring: int, average: Floats, outer: str) -> None:
-    """Apply the outer optimizer to an average in place; the first average of a ring only initializes it."""
-    if outer == "plain":
-        return
-    if ring not in rings.references:
-        rings.references[ring], rings.momenta[ring] = average.copy(), np.zeros_like(average)
-        return
-    step_nesterov(rings.references[ring], average, rings.momenta[ring], Nesterov())
-    np.copyto(average, rings.references[ring])
 
 
 def _start_connecting(

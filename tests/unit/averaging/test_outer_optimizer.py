@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ravnest.averaging.codec import Floats
 from ravnest.averaging.contribution import digest
-from ravnest.averaging.outer_optimizer import Nesterov, step_nesterov
+from ravnest.averaging.outer_optimizer import Nesterov, OuterStep, step_nesterov
 from ravnest.averaging.peer_link import FairQueue
 
 SIZE = 100_000
@@ -81,3 +81,17 @@ def test_a_ring_that_was_idle_gets_no_credit() -> None:
     for _ in range(5):
         queue.put(1, "new", 100)
     assert [queue.take() for _ in range(4)].count("old") >= 1
+
+
+def test_an_outer_step_starts_from_the_first_average() -> None:
+    """The first average stays as it is; later ones are moved by the momentum of those before."""
+    step, nesterov = OuterStep(Nesterov(lr=0.5, momentum=0.5)), Nesterov(lr=0.5, momentum=0.5)
+    reference, momentum = np.array([1.0, 2.0], np.float32), np.zeros(2, np.float32)
+    average = reference.copy()
+    step.apply(average)
+    assert np.array_equal(average, reference)
+    for number in range(3):
+        average = np.array([0.5 * number, -1.0], np.float32)
+        step_nesterov(reference, average, momentum, nesterov)
+        step.apply(average)
+        assert np.array_equal(average, reference)
