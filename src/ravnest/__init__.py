@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ravnest import events, lr, staleness, trackers
     from ravnest.api import EventStream, Job, Run, TrainingConfig, pretrained
     from ravnest.events import Callback, StopTraining
-    from ravnest.pipeline.optimizers import SGD, Adam, AdamW, Muon, NAdam, Optimizer
+    from ravnest.pipeline.optimizers import LAMB, SGD, SOAP, Adam, AdamW, Muon, NAdam, Optimizer
     from ravnest.pipeline.staleness import Correction
 
 __version__ = version("ravnest")
@@ -31,7 +31,7 @@ __all__ = [
     "__version__",
     "Job", "Run", "TrainingConfig", "pretrained",
     "Callback", "EventStream", "StopTraining", "events", "trackers",
-    "Optimizer", "SGD", "Adam", "AdamW", "NAdam", "Muon", "lr",
+    "Optimizer", "SGD", "Adam", "AdamW", "NAdam", "Muon", "SOAP", "LAMB", "lr",
     "Correction", "staleness",
     "RavnestError", "TraceError", "UnsupportedOp", "CutError", "ProgramError", "WeightsError", "WorkerLost",
     "NotFinite",
@@ -41,7 +41,7 @@ _HOMES = {
     "api": ("EventStream", "Job", "Run", "TrainingConfig", "pretrained"),
     "events": ("Callback", "StopTraining"),
     "pipeline.staleness": ("Correction",),
-    "pipeline.optimizers": ("SGD", "Adam", "AdamW", "Muon", "NAdam", "Optimizer"),
+    "pipeline.optimizers": ("SGD", "Adam", "AdamW", "Muon", "NAdam", "SOAP", "LAMB", "Optimizer"),
 }
 _MODULES = ("events", "lr", "staleness", "trackers")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -25,10 +25,10 @@ train_command = import_module("ravnest.cli.train")
 
 def test_exported_names() -> None:
     assert sorted(ravnest.__all__) == [
-        "Adam", "AdamW", "Callback", "Correction", "CutError", "EventStream", "Job", "Muon", "NAdam", "NotFinite",
-        "Optimizer", "ProgramError", "RavnestError", "Run", "SGD", "StopTraining", "TraceError", "TrainingConfig",
-        "UnsupportedOp", "WeightsError", "WorkerLost", "__version__", "events", "lr", "pretrained", "staleness",
-        "trackers",
+        "Adam", "AdamW", "Callback", "Correction", "CutError", "EventStream", "Job", "LAMB", "Muon", "NAdam",
+        "NotFinite", "Optimizer", "ProgramError", "RavnestError", "Run", "SGD", "SOAP", "StopTraining", "TraceError",
+        "TrainingConfig", "UnsupportedOp", "WeightsError", "WorkerLost", "__version__", "events", "lr", "pretrained",
+        "staleness", "trackers",
     ]  # fmt: skip
     assert sorted(ravnest.lr.__all__) == ["constant", "cosine", "linear"]
     assert sorted(ravnest.staleness.__all__) == ["delay_compensation", "look_ahead", "lr_discount", "none"]

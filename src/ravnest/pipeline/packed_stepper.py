@@ -4,7 +4,8 @@ A chunk of a parameter at a time, its state is unpacked, `torch.optim` updates t
 
     m, v <- unpacked state      W <- torch.optim.X(W, g, m, v, lr(step))      packed state <- m, v
 
-Every optimizer but Muon updates each element by itself, so a chunk is a parameter to it. Muon gets whole matrices.
+Most optimizers update each element by itself, so a chunk is a parameter to them. Muon, SOAP and LAMB get whole
+parameters. Covariances and bases of SOAP are not packed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from ravnest.pipeline.optimizers import (
     Optimizer,
     check_keys,
     is_counter,
+    is_elementwise,
     optimizer_of,
     state_by_parameter,
     state_keys,
+    state_shape,
     torch_optimizer,
 )
 from ravnest.pipeline.packing import FORMS, SCALE, PackedTensor, chunks, noise, pack, packed_state
@@ -88,18 +91,18 @@ class PackedStepper:
     def chunks(self, name: str) -> Iterable[tuple[int, int]]:
         """The ranges of a flat parameter to update one after the other."""
         numel = torch.Size(self._shapes[name]).numel()
-        return [(0, numel)] if self._optimizers[name].name == "Muon" else chunks(numel)
+        return chunks(numel) if is_elementwise(self._optimizers[name]) else [(0, numel)]
 
     def update(self, name: str, lo: int, hi: int, weight: Tensor, gradient: Tensor) -> None:
         """Update the flat elements `lo` to `hi` of a parameter, which are `weight`, in place."""
         part = self._optimizers[name]
         slot, torch_part, known = self._slots[part.name], self._torch[part.name], self._state.get(name)
         gradient = gradient.float() if self._gradient_factor is None else gradient * self._gradient_factor
-        shape = self._shapes[name] if part.name == "Muon" else (hi - lo,)
+        shape = (hi - lo,) if is_elementwise(part) else self._shapes[name]
         slot.data, slot.grad = weight.view(shape), gradient.float().view(shape)
         if known is not None:
             torch_part.state[slot] = {
-                key: t.read(lo, hi, _STATE + i).view(shape) if isinstance(t, PackedTensor) else t.clone()
+                key: t.read(lo, hi, _STATE + i).view(shape) if isinstance(t, PackedTensor) else _own(key, t)
                 for i, (key, t) in enumerate(known.items())
             }
         try:
@@ -117,8 +120,10 @@ class PackedStepper:
         packed = self._state.get(name, self._new.get(name, {})).get(key) or self._next.get(key)
         packed = packed if isinstance(packed, PackedTensor) else PackedTensor(FORMS[key], self._shapes[name])
         self._next[key] = packed
-        random = noise(f"{name}/{key}", self._number, lo) if FORMS[key] == "positive" else None
-        packed.write(lo, hi, tensor.reshape(-1), random)
+        flat = tensor.reshape(-1)
+        for start, end in chunks(hi - lo):  # of a parameter that is updated as a whole
+            random = noise(f"{name}/{key}", self._number, lo + start) if FORMS[key] == "positive" else None
+            packed.write(lo + start, lo + end, flat[start:end], random)
 
     def finish(self, name: str) -> None:
         """Complete the update of a parameter, after all its chunks."""
@@ -141,7 +146,7 @@ class PackedStepper:
         """Use the tensors of a `state_dict`, without a copy where they are packed. Others start from zero."""
         loaded = {n: packed_state(entries) for n, entries in state_by_parameter(state, self._shapes).items()}
         for name, entries in loaded.items():
-            check_keys(name, self._optimizers[name], entries)
+            check_keys(name, self._optimizers[name], self._shapes[name], entries)
             for key, tensor in entries.items():
                 self._check(name, key, tensor)
         for entries in loaded.values():
@@ -150,15 +155,24 @@ class PackedStepper:
                     entries[key] = pack(FORMS[key], tensor)
         self._state = loaded
         self._new = {
-            name: {key: PackedTensor(FORMS[key], shape) for key in state_keys(self._optimizers[name]) if key in FORMS}
+            name: {
+                key: PackedTensor(FORMS[key], shape)
+                for key in state_keys(self._optimizers[name], shape)
+                if key in FORMS
+            }
             for name, shape in self._shapes.items()
             if name not in loaded
         }
 
     def _check(self, name: str, key: str, tensor: PackedTensor | Tensor) -> None:
-        shape = () if is_counter(key) else self._shapes[name]
+        shape = state_shape(key, self._shapes[name])
         dtype = tensor.dtype if isinstance(tensor, Tensor) else torch.float32
         if tuple(tensor.shape) != shape or dtype != torch.float32:
             raise WeightsError(
                 f"{name}/{key} must be float32 of shape {list(shape)}, got {dtype} of {list(tensor.shape)}"
             )
+
+
+def _own(key: str, tensor: Tensor) -> Tensor:
+    """A state that is not packed, for the update of one chunk: each counts the step by itself."""
+    return tensor.clone() if is_counter(key) else tensor

@@ -1,7 +1,8 @@
 """The state of a stage after a number of updates, as named tensors, and its safetensors file.
 
     weights/NAME           parameters (the master weights) and buffers
-    optimizer/KEY/NAME     optimizer state of a parameter: exp_avg, momentum_buffer, its own count of steps
+    optimizer/KEY/NAME     optimizer state of a parameter: exp_avg, momentum_buffer, its own count of steps;
+                           for SOAP also covariances and bases: left, left_basis, right, right_basis
     version-AGE/NAME       compute weights of AGE updates ago; age 0 only where they are not the master weights
     last-step/NAME         the last update, where a correction needs it
     offset/NAME            compute weights minus master weights, where the master weights are not kept
@@ -32,6 +33,7 @@ from ravnest.graph import Stage, StateSpec, write_weights
 from ravnest.graph.program import dtype_name
 from ravnest.graph.weights import WeightsFile, open_weights
 from ravnest.pipeline.lazy_tensors import LazyTensor, LazyTensors
+from ravnest.pipeline.optimizers import state_shape
 from ravnest.pipeline.packing import SCALE, PackedTensor, num_blocks, pack
 
 __all__ = [
@@ -173,7 +175,9 @@ def check_entry(entry: str, own: Mapping[str, StateSpec], dtype: str, shape: tup
         raise WeightsError(f"{entry!r} is not an entry of a stage state")
     item = own[name]
     is_optimizer = kind.startswith(_OPTIMIZER)
-    same_shape = shape == item.shape or (shape == () and is_optimizer)
+    same_shape = shape == item.shape
+    if is_optimizer:
+        same_shape |= shape in ((), state_shape(kind.removeprefix(_OPTIMIZER + "/"), item.shape))
     same_dtype = dtype == item.dtype or is_optimizer or kind == "shift"
     if kind.endswith(("-scale", SCALE)):
         same_shape, same_dtype = shape == (num_blocks(prod(item.shape)),), dtype == "float32"

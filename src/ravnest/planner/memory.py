@@ -5,7 +5,7 @@
     versions    = 1 + delay
     delay       = 0 if synchronous, 1 if accumulate >= depth, else ceil((depth - 1) / accumulate)
     gradients   = (parameters + borrowed) * gradient copies
-    optimizer   = parameters * optimizer bytes per parameter byte
+    optimizer   = parameters * optimizer bytes per parameter byte, of which bases (SOAP) are never packed
     activations = saved * depth                           or, if recomputed: inputs * depth + saved
     links       = (bytes received + bytes sent, forward and backward) * link buffers
     rings       = parameters * ring copies                a snapshot and the average, where clusters average
@@ -49,11 +49,11 @@ class MemoryModel:
     """The memory settings of a run. `accumulate` is in microbatches per optimizer step; 0: at least the depth.
 
     `optimizer_ratio` is the optimizer's state in bytes per byte of parameters: 0 for plain SGD, 1 with momentum,
-    2 for Adam. `correction_copies` are sets of weights that a staleness correction keeps besides the versions: the
-    master, and the last update. `gradient_copies` is 2 where a step's gradient waits (clipping, tied weights) while
-    the next one accumulates. These are numbers of float32 tensors; `mode` may pack them. `ring_copies` are those of
-    averaging with other clusters: the snapshot and the average, the residual of a lossy codec, the reference and its
-    momentum.
+    2 for Adam; `basis_ratio` is that of covariances and bases (SOAP), an upper bound for any stage, never packed.
+    `correction_copies` are sets of weights that a staleness correction keeps besides the versions: the master, and the
+    last update. `gradient_copies` is 2 where a step's gradient waits (clipping, tied weights) while the next one
+    accumulates. These are numbers of float32 tensors; `mode` may pack them. `ring_copies` are those of averaging with
+    other clusters: the snapshot and the average, the residual of a lossy codec, the reference and its momentum.
     """
 
     mode: str = "exact"
@@ -61,6 +61,7 @@ class MemoryModel:
     accumulate: int = 0
     correction_copies: int = 2
     optimizer_ratio: float = 2.0
+    basis_ratio: float = 0.0
     gradient_copies: int = 1
     recompute: bool = False
     link_buffers: int = 2
@@ -72,6 +73,7 @@ class MemoryModel:
         require(self.mode != "small" or self.synchronous, "mode small must be synchronous")
         require(self.accumulate >= 0, f"accumulate must be >= 0, got {self.accumulate}")
         require(0 <= self.optimizer_ratio < 100, f"optimizer_ratio must be >= 0 and < 100, got {self.optimizer_ratio}")
+        require(0 <= self.basis_ratio < 100, f"basis_ratio must be >= 0 and < 100, got {self.basis_ratio}")
         require(self.correction_copies >= 0, f"correction_copies must be >= 0, got {self.correction_copies}")
         require(self.gradient_copies >= 1, f"gradient_copies must be >= 1, got {self.gradient_copies}")
         require(self.link_buffers >= 0, f"link_buffers must be >= 0, got {self.link_buffers}")
@@ -106,7 +108,7 @@ class MemoryModel:
     def optimizer_copies(self) -> float:
         """Optimizer state in bytes per byte of parameters."""
         is_packed = self.mode == "small" or (self.mode == "compact" and not self.synchronous)
-        return self.optimizer_ratio * (_PACKED if is_packed else 1.0)
+        return self.optimizer_ratio * (_PACKED if is_packed else 1.0) + self.basis_ratio
 
 
 class StageShare(NamedTuple):

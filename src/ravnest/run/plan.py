@@ -24,7 +24,7 @@ from ravnest.graph import Costs, Program, Stage, legal_cuts, measure_costs, spli
 from ravnest.graph.program import DTYPES, refs
 from ravnest.graph.timing import OpSeconds, measure_seconds, torch_threads
 from ravnest.pipeline.config import memory_mode
-from ravnest.pipeline.optimizers import Optimizer, state_bytes_per_parameter
+from ravnest.pipeline.optimizers import Optimizer, most_basis_bytes, state_bytes_per_parameter
 from ravnest.pipeline.staleness import Correction, Corrector
 from ravnest.planner import Chain, MemoryModel, Node, Problem, Storage, interval_s
 from ravnest.planner.partition import partition
@@ -296,6 +296,7 @@ def memory_model(
         accumulate=accumulate,
         correction_copies=Corrector(correction).extra_copies,
         optimizer_ratio=state_bytes_per_parameter(optimizer) / 4,
+        basis_ratio=most_basis_bytes(optimizer, {s.target: s.shape for s in program.state if s.trainable}) / 4,
         gradient_copies=2 if optimizer.clip_norm is not None or program.ties else 1,
         recompute=recompute,
     )

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from ravnest.errors import WeightsError
 from ravnest.graph import split, trace
 from ravnest.pipeline.optimizers import (
+    LAMB,
     SGD,
+    SOAP,
     Adam,
     AdamW,
     LRSchedule,
@@ -27,6 +29,7 @@ from ravnest.pipeline.optimizers import (
     cosine,
     embeddings,
     linear,
+    most_basis_bytes,
     state_bytes_per_parameter,
 )
 
@@ -135,6 +138,75 @@ def test_match_rms_is_torchs() -> None:
     assert same(ours, plain(lambda p: torch.optim.Muon(p, 1e-3, adjust_lr_fn="match_rms_adamw"), start, 4))
 
 
+def reference_soap(start: Tensor, gradients: Sequence[Tensor], lr: float, decay: float, every: int) -> Tensor:
+    """The weights after these gradients, by the formulas in double precision, with both sides rotated."""
+    w, m, v = start.double(), torch.zeros_like(start).double(), torch.zeros_like(start).double()
+    g = gradients[0].double()
+    left, right = 0.05 * g @ g.T, 0.05 * g.T @ g
+    (u, _, _), (x, _, _) = torch.linalg.svd(left), torch.linalg.svd(right)
+    for t, gradient in enumerate(gradients[1:], start=1):
+        g = gradient.double()
+        m = 0.9 * m + 0.1 * g
+        v = 0.95 * v + 0.05 * (u.T @ g @ x) ** 2
+        adam = (u.T @ m @ x) / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+        w = w - lr * decay * w - lr * u @ adam @ x.T
+        left, right = 0.95 * left + 0.05 * g @ g.T, 0.95 * right + 0.05 * g.T @ g
+        if t % every == 0:
+            rows = torch.tensor(sorted(range(len(u)), key=lambda i: -float(u[:, i] @ left @ u[:, i])))
+            columns = torch.tensor(sorted(range(len(x)), key=lambda i: -float(x[:, i] @ right @ x[:, i])))
+            v = v[rows][:, columns]
+            u, x = torch.linalg.qr(left @ u[:, rows]).Q, torch.linalg.qr(right @ x[:, columns]).Q
+    return w.float()
+
+
+def test_soap_follows_its_formulas() -> None:
+    shape: dict[str, tuple[int, ...]] = {"w": (5, 5)}  # the bases are unique but for signs
+    start = tensors(0, shape)
+    optimizer = SOAP(0.02, betas=(0.9, 0.95), weight_decay=0.1, basis_every=3)
+    ours = stepped(Stepper(optimizer, start), {n: t.clone() for n, t in start.items()}, range(12))
+    gradients = [tensors(100 + step, shape)["w"] for step in range(12)]
+    torch.testing.assert_close(ours["w"], reference_soap(start["w"], gradients, 0.02, 0.1, 3), rtol=1e-3, atol=1e-4)
+
+
+def test_soap_without_rotated_sides_is_adam_one_step_later() -> None:
+    start = tensors(0, {"w": (9, 9)})
+    ours = stepped(Stepper(SOAP(0.02, max_dim=4), start), {n: t.clone() for n, t in start.items()}, range(6))
+    adam = stepped(
+        Stepper(AdamW(0.02, betas=(0.95, 0.95)), start), {n: t.clone() for n, t in start.items()}, range(1, 6)
+    )
+    torch.testing.assert_close(ours["w"], adam["w"])
+
+
+def test_soap_leaves_vectors_and_embeddings_to_its_fallback() -> None:
+    start = tensors(0, {**SHAPES, "tokens": (7, 4), "lm_head.weight": (7, 4)})
+    fallback = AdamW(1e-3)
+    ours = stepped(
+        Stepper(SOAP(fallback=fallback), start, {"tokens"}), {n: t.clone() for n, t in start.items()}, range(3)
+    )
+    adam = stepped(Stepper(fallback, start), {n: t.clone() for n, t in start.items()}, range(3))
+    assert {name for name in start if torch.equal(ours[name], adam[name])} == start.keys() - {"matrix", "tall"}
+
+
+def test_lamb_follows_its_formulas() -> None:
+    """A matrix moves by `lr` times its length; a bias that starts at 0, and a scale, as by Adam."""
+    start = {**tensors(0, {"w": (4, 6), "scale": (5,)}), "zero": torch.zeros(3, 2)}
+    optimizer = LAMB(0.02, weight_decay=0.1)
+    ours = stepped(Stepper(optimizer, start), {n: t.clone() for n, t in start.items()}, range(5))
+    for name, first in start.items():
+        w, m, v = first.double(), torch.zeros_like(first).double(), torch.zeros_like(first).double()
+        for t in range(1, 6):
+            g = tensors(99 + t, {n: tuple(x.shape) for n, x in start.items()})[name].double()
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            update = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-6)
+            if name != "scale":
+                update = update + 0.1 * w
+                if w.norm() > 0:
+                    update = update * w.norm() / update.norm()
+                    assert 0.02 * update.norm() == pytest.approx(0.02 * float(w.norm()))
+            w = w - 0.02 * update
+        torch.testing.assert_close(ours[name], w.float(), rtol=1e-4, atol=1e-6)
+
+
 def test_schedule_and_clipping_are_torchs() -> None:
     start = tensors(0)
     optimizer = AdamW(1e-2, schedule=cosine(10, warmup_steps=3, final_ratio=0.1), clip_norm=0.5)
@@ -207,8 +279,12 @@ def test_learning_rates() -> None:
         (lambda: Optimizer(name="SGD", lr=0.1, settings={"momentum": True}), "must be a number"),
         (lambda: SGD(0.1, nesterov=True), "nesterov requires momentum"),
         (lambda: Muon(0.02, match_rms=False), "requires a fallback"),
-        (lambda: Optimizer(name="Muon", lr=0.02), "Muon needs a fallback"),
-        (lambda: Muon(fallback=Muon()), "fallback must be SGD"),
+        (lambda: Optimizer(name="Muon", lr=0.02), "Muon and SOAP need a fallback"),
+        (lambda: Muon(fallback=Muon()), "fallback must be one of SGD"),
+        (lambda: SOAP(fallback=LAMB()), "fallback must be one of SGD"),
+        (lambda: SOAP(fallback=AdamW(clip_norm=1.0)), "set them on SOAP"),
+        (lambda: SOAP(basis_every=0), "basis_every must be 1 to"),
+        (lambda: LAMB(betas=(0.9, 1.0)), "beta2 must be < 1"),
         (lambda: Muon(fallback=AdamW(clip_norm=1.0)), "set them on Muon"),
         (
             lambda: Optimizer(name="Muon", lr=0.02, settings={"ns_steps": 99}, fallback=AdamW()),
@@ -226,7 +302,7 @@ def test_an_invalid_setting_is_rejected(make: Callable[[], Any], message: str) -
 
 
 def test_serialization() -> None:
-    for optimizer in (SGD(0.1), NAdam(clip_norm=1.0), Muon(schedule=cosine(9, warmup_steps=1))):
+    for optimizer in (SGD(0.1), NAdam(clip_norm=1.0), Muon(schedule=cosine(9, warmup_steps=1)), SOAP(), LAMB()):
         packed = msgspec.msgpack.encode(optimizer)
         assert msgspec.msgpack.decode(packed, type=Optimizer) == optimizer
     for bad in (b'{"name":"SGD","lr":1,"code":"x"}', b'{"name":"SGD","lr":-1}', b'{"name":"exec","lr":1}'):
@@ -236,7 +312,7 @@ def test_serialization() -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [SGD(0.1), SGD(0.1, momentum=0.9), AdamW(), NAdam(), Muon()],
+    [SGD(0.1), SGD(0.1, momentum=0.9), AdamW(), NAdam(), Muon(), SOAP(basis_every=2), LAMB()],
     ids=lambda o: f"{o.name} {o.settings.get('momentum', '')}",
 )
 def test_training_continues_bit_for_bit_from_a_state_file(optimizer: Optimizer) -> None:
@@ -304,6 +380,18 @@ def test_bytes_of_state(optimizer: Optimizer, bytes_each: int) -> None:
 def test_bytes_of_muons_fallback() -> None:
     assert state_bytes_per_parameter(Muon(), matrix=False) == 8
     assert state_bytes_per_parameter(Muon(fallback=SGD(0.1)), matrix=False) == 0
+
+
+@pytest.mark.parametrize(("shape", "rotated"), [((8, 16), 8**2 + 16**2), ((4, 32), 4**2), ((64, 64), 0)], ids=str)
+def test_bytes_of_bases(shape: tuple[int, int], rotated: int) -> None:
+    """State of the matrix's own shape, a covariance and a basis of each rotated side, and a counter."""
+    optimizer, weights = SOAP(max_dim=48), {"w": torch.zeros(shape)}
+    stepper = Stepper(optimizer, weights)
+    stepper.step(weights, {"w": torch.ones(shape)}, 0)
+    own, size = state_bytes_per_parameter(optimizer) * math.prod(shape), 2 * 4 * rotated
+    assert state_bytes(stepper) == own + size + 4
+    assert most_basis_bytes(optimizer, {"w": shape, "b": (5,), "x.head.weight": (9, 9)}) * math.prod(shape) == size
+    assert most_basis_bytes(AdamW(), {"w": shape}) == 0
 
 
 def test_embeddings_of_a_stage() -> None:

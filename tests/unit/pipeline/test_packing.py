@@ -10,12 +10,15 @@ from torch import Tensor
 
 from ravnest.errors import WeightsError
 from ravnest.pipeline.gradient_buffers import GradientBuffers, add_into
-from ravnest.pipeline.optimizers import SGD, Adam, AdamW, Muon, NAdam, Optimizer, Stepper
+from ravnest.pipeline.optimizers import LAMB, SGD, SOAP, Adam, AdamW, Muon, NAdam, Optimizer, Stepper
 from ravnest.pipeline.packed_stepper import PackedStepper
 from ravnest.pipeline.packing import CHUNK, Form, PackedTensor, noise, pack
 
 FORMS: list[Form] = ["linear", "signed", "positive"]
-OPTIMIZERS = [SGD(0.1), SGD(0.1, momentum=0.9, nesterov=True), Adam(1e-2), AdamW(1e-2), NAdam(1e-2), Muon(1e-2)]
+OPTIMIZERS = [
+    SGD(0.1), SGD(0.1, momentum=0.9, nesterov=True), Adam(1e-2), AdamW(1e-2), NAdam(1e-2), Muon(1e-2),
+    SOAP(1e-2, basis_every=2), LAMB(1e-2),
+]  # fmt: skip
 
 
 def drawn(numel: int, form: Form, seed: int = 0) -> Tensor:
@@ -120,6 +123,14 @@ def test_a_parameter_of_several_chunks_is_updated_like_a_short_one() -> None:
             whole = gradient if len(tensors["w"]) == 300 else torch.cat([torch.ones(CHUNK), gradient])
             stepper.step(tensors, {"w": whole}, step)
     assert torch.allclose(long["w"][CHUNK:], short["w"], atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", [SOAP(1e-2), LAMB(1e-2)], ids=lambda o: o.name)
+def test_a_parameter_that_is_updated_as_a_whole_may_be_large(optimizer: Optimizer) -> None:
+    exact, packed = ({"w": torch.full((4, CHUNK // 4 + 100), 0.5)} for _ in range(2))
+    steps(Stepper(optimizer, exact), exact, 4)
+    steps(PackedStepper(optimizer, packed), packed, 4)
+    assert (exact["w"] - packed["w"]).norm() <= 0.05 * (exact["w"] - 0.5).norm()
 
 
 def test_a_parameter_without_a_gradient_does_not_change() -> None:

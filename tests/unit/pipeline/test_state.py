@@ -20,7 +20,7 @@ from ravnest.graph.program import StateSpec
 from ravnest.graph.weights import open_weights
 from ravnest.pipeline import staleness as corrections
 from ravnest.pipeline.config import MEMORY_MODES, TrainerConfig
-from ravnest.pipeline.optimizers import SGD, Adam, AdamW, Muon, NAdam, Optimizer, cosine
+from ravnest.pipeline.optimizers import LAMB, SGD, SOAP, Adam, AdamW, Muon, NAdam, Optimizer, cosine
 from ravnest.pipeline.staleness import Correction
 from ravnest.pipeline.state import StageState, join, kind_and_name, read_state, select, write_state
 from ravnest.pipeline.trainer import Trainer
@@ -60,7 +60,7 @@ class Normed(nn.Module):
 MODELS: dict[str, type[nn.Module]] = {"tied": Tied, "normed": Normed}
 OPTIMIZERS = [
     SGD(0.1), SGD(0.1, momentum=0.9, nesterov=True), Adam(1e-2), AdamW(1e-2, schedule=cosine(20, warmup_steps=3)),
-    NAdam(1e-2), Muon(1e-2), AdamW(1e-2, clip_norm=0.5),
+    NAdam(1e-2), Muon(1e-2), AdamW(1e-2, clip_norm=0.5), SOAP(1e-2, basis_every=2), LAMB(1e-2),
 ]  # fmt: skip
 CORRECTIONS = [
     corrections.none(), corrections.DEFAULT, corrections.look_ahead(1.5),
@@ -293,7 +293,7 @@ def test_a_missing_version_is_replaced_by_the_next_newer_one() -> None:
     assert torch.equal(other.versions[3]["body.5.bias"], work.versions.master["body.5.bias"])
 
 
-@pytest.mark.parametrize("optimizer", [SGD(0.1), SGD(0.1, momentum=0.9), NAdam(), Muon()], ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [SGD(0.1), SGD(0.1, momentum=0.9), NAdam(), Muon(), SOAP()], ids=lambda o: o.name)
 def test_state_of_another_optimizer_is_rejected(optimizer: Optimizer) -> None:
     work = trainer()
     train_step(work, 0)
@@ -309,6 +309,7 @@ def test_state_of_another_optimizer_is_rejected(optimizer: Optimizer) -> None:
         ("version-1/body.5.bias", torch.zeros(()), r"got float32 \[\]"),
         ("optimizer/exp_avg/body.5.bias", torch.zeros(4), r"got float32 \[4\]"),
         ("optimizer/exp_avg/body.5.bias", torch.zeros(5), "must have step"),
+        ("optimizer/left/body.5.weight", torch.zeros(4, 4), r"must be float32 \[5, 27\], got float32 \[4, 4\]"),
         ("secret/body.5.bias", torch.zeros(5), "not an entry of a stage state"),
         ("version-x/body.5.bias", torch.zeros(5), "not an entry of a stage state"),
     ],

@@ -20,7 +20,7 @@ from ravnest.graph import Program, legal_cuts, trace
 from ravnest.graph.interpreter import linear
 from ravnest.pipeline import staleness as corrections
 from ravnest.pipeline.config import TrainerConfig
-from ravnest.pipeline.optimizers import SGD, AdamW, Muon, NAdam, Optimizer, Stepper
+from ravnest.pipeline.optimizers import LAMB, SGD, AdamW, Muon, NAdam, Optimizer, Stepper
 from tests.unit.graph.pipeline import call
 from tests.unit.pipeline.pipe import microbatches, train
 
@@ -175,7 +175,9 @@ def reference(
 
 
 @pytest.mark.parametrize("a", [0.0, 1.5])
-@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), NAdam(1e-3), Muon(1e-3)], ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "optimizer", [SGD(0.1, momentum=0.9), NAdam(1e-3), Muon(1e-3), LAMB(1e-3)], ids=lambda o: o.name
+)
 def test_double_buffered_mode_follows_the_version_rule(optimizer: Optimizer, a: float) -> None:
     case, program = made("gpt")
     data = batches(case, 6, 8)

@@ -22,6 +22,11 @@ def test_averaging_keeps_copies_of_the_parameters() -> None:
     assert rings.total - plain.total == rings.rings == 2 * SHARE.parameter_bytes
 
 
+def test_bases_are_not_packed() -> None:
+    plain, rotated = (stage_memory(SHARE, 3, MemoryModel(mode="compact", basis_ratio=ratio)) for ratio in (0.0, 4.0))
+    assert rotated.total - plain.total == rotated.optimizer - plain.optimizer == 4 * SHARE.parameter_bytes
+
+
 def test_every_term() -> None:
     memory = stage_memory(SHARE, 3, MemoryModel(base_bytes=5, correction_copies=1))
     assert (memory.base, memory.fixed, memory.work) == (5, 7, 30)
@@ -87,7 +92,14 @@ def test_a_window_that_waits_keeps_its_gradient() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"accumulate": -1}, {"optimizer_ratio": -1.0}, {"gradient_copies": 0}, {"link_buffers": -1}, {"base_bytes": -1}],
+    [
+        {"accumulate": -1},
+        {"optimizer_ratio": -1.0},
+        {"basis_ratio": -1.0},
+        {"gradient_copies": 0},
+        {"link_buffers": -1},
+        {"base_bytes": -1},
+    ],
 )
 def test_invalid_values_are_rejected(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
