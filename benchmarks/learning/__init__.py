@@ -1,0 +1,1 @@
+"""Laboratory of training quality: late gradients, clusters that average, and the theory."""
