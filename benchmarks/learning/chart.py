@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Chart", "draw"]
+__all__ = ["WIDTH", "Chart", "draw"]
 
 WIDTH, HEIGHT = 460, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 52, 56

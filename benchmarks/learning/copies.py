@@ -136,6 +136,7 @@ class _Group:
 
     names: tuple[str, ...]
     outer: OuterStep | None
+    reference: Floats | None  # the last average, where movements from it are averaged
     residuals: list[Floats] = field(default_factory=list)
 
 
@@ -148,10 +149,15 @@ class Clusters:
         self._updates = experiment.updates
         names, count = sorted(self.copies[0].weights()), self._settings.fragments
         size = -(-len(names) // count)
+        start, has_reference = self.copies[0].weights(), self._settings.of_movements
         step = Nesterov(lr=self._settings.outer_lr, momentum=self._settings.outer_momentum)
         self._groups = [
-            _Group(tuple(names[i * size : (i + 1) * size]), OuterStep(step) if self._settings.has_outer_step else None)
-            for i in range(count)
+            _Group(
+                own,
+                OuterStep(step) if self._settings.has_outer_step else None,
+                _flat(start, own) if has_reference else None,
+            )
+            for own in (tuple(names[i * size : (i + 1) * size]) for i in range(count))
         ]
         self._keys = {"none": (), "first": FIRST_MOMENTS, "all": FIRST_MOMENTS + SECOND_MOMENTS}[self._settings.moments]
         self._pending: list[_Movement] = []
@@ -201,8 +207,13 @@ class Clusters:
         """Average a group; the movement of each copy is from its snapshot to the result."""
         snapshots = [copy.weights() for copy in self.copies]
         vectors = [_flat(snapshot, group.names) for snapshot in snapshots]
-        codec = "fp32" if is_last else self._settings.codec
-        average, sent_bytes = ring_average(vectors, codec, group.residuals)
+        codec, base = self._settings.codec, group.reference
+        if is_last or base is None:
+            average, sent_bytes = ring_average(vectors, "fp32" if is_last else codec, group.residuals)
+        else:
+            average, sent_bytes = ring_average([vector - base for vector in vectors], codec, group.residuals)
+            average += base
+            group.reference = average.copy()
         self.sent_bytes += 0 if is_last else sent_bytes
         if group.outer is not None:
             group.outer.apply(average)

@@ -32,6 +32,8 @@ class Averaging(Record, frozen=True, kw_only=True):
         outer_lr: Learning rate of the outer step; 1 without momentum is the plain average.
         outer_momentum: Its Nesterov momentum.
         codec: Encoding of averages.
+        of_movements: Whether the movements since the last average are averaged instead of the weights; for codecs that
+            keep few bits. The first are those from the initial weights.
         moments: Which optimizer state is averaged with the weights: none, first (the momentum), or all.
         fragments: Parts of the model that are averaged in turn, each once per interval.
     """
@@ -42,6 +44,7 @@ class Averaging(Record, frozen=True, kw_only=True):
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     codec: str = "fp32"
+    of_movements: bool = False
     moments: str = "none"
     fragments: int = 1
 

@@ -71,6 +71,12 @@ CLUSTER_VARIANTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {  # copies, and
     "4 clusters, H = 30, outer momentum 0.6": (
         4, {**_DIVIDED, "averaging": Averaging(interval=30, outer_lr=0.7, outer_momentum=0.6)}
     ),
+    "4 clusters, H = 30, int4": (
+        4, {**_DIVIDED, "averaging": Averaging(interval=30, codec="int4", of_movements=True)}
+    ),
+    "4 clusters, H = 30, top16": (
+        4, {**_DIVIDED, "averaging": Averaging(interval=30, codec="top16", of_movements=True)}
+    ),
     "8 clusters, H = 4": (8, _DIVIDED),
 }  # fmt: skip
 _SAMPLES = 32  # of an update of all clusters of four, and of the baseline

@@ -103,7 +103,7 @@ def _pipeline(report: Report, found: Found) -> None:
             share = _closed(estimate, estimates.get("none")) if mode in (_DEFAULT, _FEEDBACK) else None
             report.rows.append({
                 "model": task, "optimizer": optimizer, "batch": batch, "gradients late": mode, "lr": measured.lr,
-                "loss": round(statistics.fmean(measured.losses), 4), "gap": estimate.percent if estimate else "",
+                "loss": f"{statistics.fmean(measured.losses):.4f}", "gap": estimate.percent if estimate else "",
                 "gap closed": share, "seeds": len(measured.losses),
             })  # fmt: skip
             if share is not None:
@@ -150,7 +150,7 @@ def _clusters(report: Report, found: Found) -> None:
                 sent = measured.number("sent_bytes")[0] / 1e6 if "sent_bytes" in measured.results[0].numbers else None
                 report.rows.append({
                     "optimizer": optimizer, "training": name, "lr": measured.lr,
-                    "loss": round(statistics.fmean(measured.losses), 4), "gap": gap.percent if gap else "",
+                    "loss": f"{statistics.fmean(measured.losses):.4f}", "gap": gap.percent if gap else "",
                     "sent, MB": None if sent is None else round(sent, 1), "seeds": len(measured.losses),
                 })  # fmt: skip
             if name in targets:

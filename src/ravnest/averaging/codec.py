@@ -3,13 +3,17 @@
     fp32    4 bytes an element, exact
     bf16    2 bytes, rounded to nearest:                  |error| <= |v| / 2**8
     int8    1 byte and a float32 scale for each 256:      |error| <= max |v| of the block / 254
+    int4    4 bits and a float32 scale for each 64:       |error| <= max |v| of the block / 14
+    top16   the 16 largest of each 256, as bf16:          |error| <= max |v| of the block
+
+int4 and top16 are for movements of weights, not for weights: what they do not send now, they send in later rounds.
 
 Error feedback: v = value + residual is encoded and residual' = v - decoded. The sum of all values sent is then
 the sum of all exact values, less one residual: over many rounds the mean error goes to 0.
 
 In a ring of C members a sum is encoded at most C times, so the error of a result is at most C times the above, for
-v = the sum of the absolute contributions, plus a little for the growth of v by earlier errors. The codec int8 sends a
-chunk of less than a block as fp32, because it would save little.
+v = the sum of the absolute contributions, plus a little for the growth of v by earlier errors. Codecs with blocks send
+a chunk of less than a block as fp32, because they would save little.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 BLOCK = 256
+_INT4_BLOCK = 64
+_TOP = 16  # elements of a block that are sent
 _COLUMNS = 2048
 _TINY = np.float32(1e-36)  # a smaller scale has no float32 inverse; such numbers are sent as 0 and stay in the residual
 
@@ -98,12 +104,7 @@ class BFloat16:
     def encode(self, values: Floats, residual: Floats, wire: Bytes, scratch: ScratchBuffers) -> None:
         exact, rounded = scratch.floats(0, values.size), scratch.floats(1, values.size)
         np.add(values, residual, out=exact)
-        bits = rounded.view(np.uint32)
-        np.right_shift(exact.view(np.uint32), 16, out=bits)
-        np.bitwise_and(bits, 1, out=bits)
-        np.add(bits, 0x7FFF, out=bits)
-        np.add(bits, exact.view(np.uint32), out=bits)
-        np.right_shift(bits, 16, out=bits)
+        bits = _round_to_bfloat16(exact, rounded)
         np.copyto(wire.view(np.uint16), bits, casting="unsafe")
         np.left_shift(bits, 16, out=bits)
         np.subtract(exact, rounded, out=residual)
@@ -166,8 +167,114 @@ class Int8:
         return bool(np.all(np.abs(scales) <= np.finfo(np.float32).max / 128))
 
 
+class Int4:
+    """A float32 scale per block of 64 elements, then half a byte per element; the last block is padded with zeros."""
+
+    name = "int4"
+    is_lossless = False
+
+    def wire_bytes(self, num_elements: int) -> int:
+        if num_elements < _INT4_BLOCK:
+            return 4 * num_elements
+        return (4 + _INT4_BLOCK // 2) * -(-num_elements // _INT4_BLOCK)
+
+    def encode(self, values: Floats, residual: Floats, wire: Bytes, scratch: ScratchBuffers) -> None:
+        if values.size < _INT4_BLOCK:
+            FLOAT32.encode(values, residual, wire, scratch)
+            return
+        num_blocks = -(-values.size // _INT4_BLOCK)
+        exact, scaled = (scratch.floats(i, num_blocks * _INT4_BLOCK).reshape(num_blocks, _INT4_BLOCK) for i in (0, 1))
+        _add_padded(values, residual, exact)
+        scales = wire[: 4 * num_blocks].view(np.float32)
+        np.divide(np.abs(exact).max(axis=1), np.float32(7), out=scales)
+        scales[scales < _TINY] = 0
+        inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+        np.rint(np.multiply(exact, inverse[:, None], out=scaled), out=scaled)
+        codes = (scaled + 8).astype(np.uint8)
+        np.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=wire[4 * num_blocks :].reshape(num_blocks, -1))
+        np.multiply(scaled, scales[:, None], out=scaled)
+        np.subtract(exact.reshape(-1)[: values.size], scaled.reshape(-1)[: values.size], out=residual)
+
+    def decode(self, wire: Bytes, values: Floats) -> None:
+        if values.size < _INT4_BLOCK:
+            FLOAT32.decode(wire, values)
+            return
+        num_blocks = -(-values.size // _INT4_BLOCK)
+        pairs = wire[4 * num_blocks :].reshape(num_blocks, -1)
+        codes = np.stack((pairs & 15, pairs >> 4), axis=2).reshape(num_blocks, _INT4_BLOCK).astype(np.float32) - 8
+        codes *= wire[: 4 * num_blocks].view(np.float32)[:, None]
+        np.copyto(values, codes.reshape(-1)[: values.size])
+
+    def is_finite(self, wire: Bytes, num_elements: int) -> bool:
+        if num_elements < _INT4_BLOCK:
+            return is_finite(wire.view(np.float32))
+        scales = wire[: 4 * -(-num_elements // _INT4_BLOCK)].view(np.float32)
+        return bool(np.all(np.abs(scales) <= np.finfo(np.float32).max / 16))
+
+
+class Top16:
+    """The 16 elements with the largest magnitude of each block of 256: as bfloat16, then their places in the block."""
+
+    name = "top16"
+    is_lossless = False
+
+    def wire_bytes(self, num_elements: int) -> int:
+        return 4 * num_elements if num_elements < BLOCK else 3 * _TOP * -(-num_elements // BLOCK)
+
+    def encode(self, values: Floats, residual: Floats, wire: Bytes, scratch: ScratchBuffers) -> None:
+        if values.size < BLOCK:
+            FLOAT32.encode(values, residual, wire, scratch)
+            return
+        num_blocks = -(-values.size // BLOCK)
+        exact = scratch.floats(0, num_blocks * BLOCK).reshape(num_blocks, BLOCK)
+        _add_padded(values, residual, exact)
+        places = np.argpartition(np.abs(exact), BLOCK - _TOP, axis=1)[:, BLOCK - _TOP :]
+        places.sort(axis=1)
+        largest = np.take_along_axis(exact, places, axis=1)
+        bits = _round_to_bfloat16(largest, np.empty_like(largest))
+        np.copyto(wire[: 2 * _TOP * num_blocks].view(np.uint16).reshape(num_blocks, _TOP), bits, casting="unsafe")
+        np.copyto(wire[2 * _TOP * num_blocks :].reshape(num_blocks, _TOP), places, casting="unsafe")
+        np.left_shift(bits, 16, out=bits)
+        np.put_along_axis(exact, places, largest - bits.view(np.float32), axis=1)
+        np.copyto(residual, exact.reshape(-1)[: values.size])
+
+    def decode(self, wire: Bytes, values: Floats) -> None:
+        if values.size < BLOCK:
+            FLOAT32.decode(wire, values)
+            return
+        num_blocks = -(-values.size // BLOCK)
+        bits = wire[: 2 * _TOP * num_blocks].view(np.uint16).astype(np.uint32) << 16
+        places = wire[2 * _TOP * num_blocks :].reshape(num_blocks, _TOP).astype(np.intp)
+        blocks = np.zeros((num_blocks, BLOCK), np.float32)
+        np.put_along_axis(blocks, places, bits.view(np.float32).reshape(num_blocks, _TOP), axis=1)
+        np.copyto(values, blocks.reshape(-1)[: values.size])
+
+    def is_finite(self, wire: Bytes, num_elements: int) -> bool:
+        if num_elements < BLOCK:
+            return is_finite(wire.view(np.float32))
+        bits = wire[: 2 * _TOP * -(-num_elements // BLOCK)].view(np.uint16)
+        return int(np.bitwise_and(bits, 0x7F80).max(initial=0)) < 0x7F80
+
+
+def _add_padded(values: Floats, residual: Floats, blocks: Floats) -> None:
+    """Write `values` + `residual` into blocks, whose last elements become zeros."""
+    flat = blocks.reshape(-1)
+    np.add(values, residual, out=flat[: values.size])
+    flat[values.size :] = 0
+
+
+def _round_to_bfloat16(exact: Floats, memory: Floats) -> npt.NDArray[np.uint32]:
+    """The upper halves of these numbers, rounded to nearest, ties to even, in `memory`."""
+    bits = memory.view(np.uint32)
+    np.right_shift(exact.view(np.uint32), 16, out=bits)
+    np.bitwise_and(bits, 1, out=bits)
+    np.add(bits, 0x7FFF, out=bits)
+    np.add(bits, exact.view(np.uint32), out=bits)
+    return np.right_shift(bits, 16, out=bits)
+
+
 FLOAT32 = Float32()
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (FLOAT32, BFloat16(), Int8())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (FLOAT32, BFloat16(), Int8(), Int4(), Top16())}
 
 
 def find_codec(name: str) -> Codec:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.averaging.codec import CODECS, Bytes, Codec, Floats, ScratchBuffers, find_codec, is_finite
-from tests.unit.averaging.error_bound import error_bound
+from tests.unit.averaging.error_bound import IN_BLOCKS, error_bound
 
 NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32)
 VECTORS = st.lists(NUMBERS, min_size=1, max_size=700).map(lambda values: np.array(values, np.float32))
@@ -34,7 +34,7 @@ def decode(codec: Codec, wire: Bytes, size: int) -> Floats:
 def test_the_error_is_within_the_bound_and_is_kept_as_residual(codec: Codec, values: Floats) -> None:
     residual = np.zeros_like(values)
     decoded = decode(codec, encode(codec, values, residual), values.size)
-    magnitudes = np.full(values.size, np.abs(values).max()) if codec.name == "int8" else np.abs(values)
+    magnitudes = np.full(values.size, np.abs(values).max()) if codec.name in IN_BLOCKS else np.abs(values)
     bounds = np.array([error_bound(codec.name, 1, float(m)) for m in magnitudes]) + 1e-6 * magnitudes + 1e-38
     assert np.all(np.abs(decoded.astype(np.float64) - values) <= bounds)
     np.testing.assert_allclose(residual, values - decoded, rtol=1e-6, atol=1e-30)
@@ -57,7 +57,8 @@ def test_bf16_rounds_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "expected"), [("fp32", 1000, 4000), ("bf16", 1000, 2000), ("int8", 1000, 1016)]
+    ("name", "size", "expected"),
+    [("fp32", 1000, 4000), ("bf16", 1000, 2000), ("int8", 1000, 1016), ("int4", 1000, 576), ("top16", 1000, 192)],
 )
 def test_bytes_on_the_wire(name: str, size: int, expected: int) -> None:
     assert find_codec(name).wire_bytes(size) == expected
@@ -80,6 +81,17 @@ def test_numbers_that_are_not_finite_on_the_wire_are_detected(codec: Codec, valu
     else:
         wire[:4].view(np.float32)[0] = value
     assert not codec.is_finite(wire, size)
+
+
+def test_top16_sends_what_it_left_out_in_later_rounds() -> None:
+    values, residual = np.linspace(-1.0, 2.0, 512, dtype=np.float32), np.zeros(512, np.float32)
+    codec, sent = find_codec("top16"), np.zeros(512, np.float32)
+    first = decode(codec, encode(codec, values, residual), 512)
+    assert np.count_nonzero(first) == 32
+    assert set(np.flatnonzero(first)) == {*range(16), *range(496, 512)}, "the largest magnitudes of each block"
+    for _ in range(400):
+        sent += decode(codec, encode(codec, values, residual), 512)
+    np.testing.assert_allclose(sent / 400, values, atol=0.1)
 
 
 def test_large_numbers_whose_sum_is_not_finite_are_finite() -> None:

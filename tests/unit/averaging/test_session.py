@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ravnest.averaging.codec import CODECS
 from ravnest.averaging.contribution import codec_error, digest
 from ravnest.averaging.session import AttemptKey, RoundAttempt
-from tests.unit.averaging.error_bound import error_bound
+from tests.unit.averaging.error_bound import IN_BLOCKS, error_bound
 from tests.unit.averaging.network import Network, RingPlan, mean
 
 
@@ -108,14 +108,14 @@ def test_a_compressed_average_is_within_the_stated_bound(codec: str, num_members
     results = [network.results[member, 0] for member in members]
     assert len({digest(result) for result in results}) == 1
     magnitude = np.sum([np.abs(vectors[m]) * w for m, w in zip(members, weights, strict=True)], axis=0) / sum(weights)
-    if codec == "int8":
+    if codec in IN_BLOCKS:
         magnitude = np.full(size, magnitude.max())
     bound = [error_bound(codec, num_members, float(m)) + 1e-6 * float(m) for m in magnitude]
     assert np.all(np.abs(results[0] - mean(ring)) <= bound)
 
 
 @pytest.mark.parametrize(
-    ("codec", "least", "most"), [("fp32", 0.0, 0.0), ("bf16", 5e-4, 2.0**-8), ("int8", 2e-3, 2e-2)]
+    ("codec", "least", "most"), [("fp32", 0.0, 0.0), ("bf16", 5e-4, 2.0**-8), ("int8", 2e-3, 2e-2), ("int4", 4e-2, 0.4)]
 )
 def test_the_reported_codec_error_is_what_the_codec_lost(codec: str, least: float, most: float) -> None:
     rng = np.random.default_rng(2)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.learning.chart import WIDTH, Chart, draw
 from benchmarks.learning.copies import train
 from benchmarks.learning.experiment import Averaging, Experiment, key_of
 from benchmarks.learning.groups import DELAYS, basin, rows_of
 from benchmarks.learning.record import Record, Result
 from benchmarks.learning.ring import ring_average
 from benchmarks.learning.statistic import Estimate, paired_gap, slope
-from benchmarks.learning.study import TRIALS, TUNING_SEED, Row, Study, best_rate
-from benchmarks.learning.table import report_group
+from benchmarks.learning.study import TRIALS, TUNING_SEED, Measured, Row, Study, best_rate
+from benchmarks.learning.table import charts, report_group
 from benchmarks.learning.tasks import BASIN, find_task
 from benchmarks.report import Report
 from ravnest.averaging.codec import Floats
@@ -66,6 +68,15 @@ def test_fragments_are_averaged_in_turn() -> None:
         for count in (1, 4)
     )
     assert parts == whole, "as many bytes, in four times as many rounds"
+
+
+@pytest.mark.parametrize(("codec", "share"), [("fp32", 1.0), ("int4", 0.2), ("top16", 1.0)])
+def test_averages_of_movements_are_averages_of_weights(codec: str, share: float) -> None:
+    """Exactly so without a lossy codec. The vector is shorter than a block of top16, which then sends it as fp32."""
+    exact = train(short(copies=4, lr=0.02, averaging=Averaging(interval=3)), 0)
+    moved = train(short(copies=4, lr=0.02, averaging=Averaging(interval=3, codec=codec, of_movements=True)), 0)
+    assert moved.loss == pytest.approx(exact.loss, rel=1e-5 if share == 1.0 else 0.1)
+    assert moved.numbers["sent_bytes"] <= exact.numbers["sent_bytes"]
 
 
 def test_an_average_over_a_ring_is_the_mean() -> None:
@@ -134,6 +145,32 @@ def test_gaps_are_paired() -> None:
 
 def test_a_slope_is_the_exponent() -> None:
     assert slope([1, 10, 100], [3, 3 * 10**-0.5, 0.3]) == pytest.approx(-0.5)
+
+
+def test_a_chart_has_a_path_for_each_line_and_no_other_colours_for_references() -> None:
+    chart = Chart(
+        "Title", "x", "y", {"measured": [(1, 1), (100, 0.1)], "bound": [(1, 2), (100, 0.2)]}, frozenset({"bound"})
+    )
+    root = ElementTree.fromstring(draw([chart, Chart("Empty", "x", "y", {"none": []})], "All"))
+    assert root.get("width") == str(WIDTH), "an empty chart is left out"
+    paths = [item.get("class", "") for item in root.iter("{http://www.w3.org/2000/svg}path")]
+    assert [("dashed" in name) for name in paths] == [False, False, True, True], "a line and its legend"
+    texts = [item.text for item in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Title", "measured", "bound", "1", "10", "100"} <= set(texts)
+
+
+def test_the_charts_of_the_theory_have_what_was_measured() -> None:
+    found = {
+        name: Measured(row, 0.1, {0: Result(loss=1.0, numbers={"mean measure": row.experiment.updates**-0.5})})
+        for group in ("rate", "speedup")
+        for row in rows_of(group)
+        for name in [row.name]
+    }
+    (rate,), (speedup,) = charts("rate", found), charts("speedup", found)
+    assert rate.lines["delay 4"][0] == (300.0, 300**-0.5)
+    assert [x for x, _ in speedup.lines["measured"]] == [1, 2, 4, 8, 16]
+    assert [y for _, y in speedup.lines["measured"]] == pytest.approx([1.0] * 5)
+    assert charts("speedup", {})[0].lines == {}
 
 
 def test_a_check_whose_rows_are_missing_is_named() -> None:
