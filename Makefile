@@ -45,7 +45,7 @@ test-fast: setup
 
 # Every benchmark, one after the other; ARGS=--quick takes a few minutes.
 bench: setup
-	for name in graph coverage memory pipeline staleness planner control wan rings clusters recovery dashboard real_size; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+	for name in graph coverage memory pipeline staleness learning planner control wan rings clusters recovery dashboard real_size; do $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 # The documents, checked: a broken link or a page outside the navigation is an error.
 docs: setup

@@ -14,16 +14,19 @@ import torch
 
 from benchmarks.learning.chart import Chart, draw
 from benchmarks.learning.groups import GROUPS, rows_of
+from benchmarks.learning.histogram import report_histograms
+from benchmarks.learning.record import Record
 from benchmarks.learning.study import measure_rows
 from benchmarks.learning.table import charts, report_group
 from benchmarks.report import Report, arguments
 
 SEEDS, QUICK_SEEDS = 5, 2
+HISTOGRAMS = "histograms"  # of real runs
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), metavar="GROUP")
+    parser, names = arguments(__doc__), [HISTOGRAMS, *GROUPS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="GROUP")
     parser.add_argument("--rows", nargs="+", metavar="TEXT", help="only rows whose name contains one of these")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"seeds of every row; default {SEEDS}")
     parser.add_argument("--processes", type=int, default=2, help="with a record: trainings at a time; default 2")
@@ -36,6 +39,9 @@ def main() -> None:
     torch.set_num_threads(1)
     report, pictures = Report("learning"), list[Chart]()
     for group in options.only:
+        if group == HISTOGRAMS:
+            report_histograms(report, Record(options.record), quick=options.quick, trains=not options.report)
+            continue
         rows = rows_of(group, quick=options.quick)
         if options.rows:
             rows = [row for row in rows if any(part in row.name for part in options.rows)]

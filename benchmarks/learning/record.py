@@ -28,6 +28,7 @@ class Record:
     def __init__(self, path: Path | None) -> None:
         self._path, self._read_bytes = path, 0
         self._results: dict[tuple[str, int], Result] = {}
+        self.runs: dict[str, Any] = {}  # what was measured in real runs, by name
         self.refresh()
 
     def refresh(self) -> None:
@@ -41,6 +42,9 @@ class Record:
         self._read_bytes += len(whole)
         for line in whole.splitlines():
             entry = json.loads(line)
+            if "run" in entry:
+                self.runs[entry["run"]] = entry["measured"]
+                continue
             experiment = msgspec.convert(entry["experiment"], Experiment)
             self._results[key_of(experiment), entry["seed"]] = msgspec.convert(entry["result"], Result)
 
@@ -48,14 +52,23 @@ class Record:
         return self._results.get((key_of(experiment), seed))
 
     def add(self, experiment: Experiment, seed: int, result: Result, seconds: float) -> None:
-        """Append a result with one write, so that lines of several processes do not mix."""
+        """Store the result of a training."""
         self._results[key_of(experiment), seed] = result
-        if self._path is None:
-            return
         entry: dict[str, Any] = {
             "experiment": changes(experiment), "seed": seed, "seconds": round(seconds, 1),
             "result": msgspec.to_builtins(result),
         }  # fmt: skip
+        self._append(entry)
+
+    def add_run(self, name: str, measured: Any) -> None:
+        """Store what was measured in a real run, as plain data."""
+        self.runs[name] = measured
+        self._append({"run": name, "measured": measured})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        """Append with one write, so that lines of several processes do not mix."""
+        if self._path is None:
+            return
         line = (json.dumps(entry) + "\n").encode()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -16,6 +16,7 @@ from benchmarks.learning.chart import WIDTH, Chart, draw
 from benchmarks.learning.copies import train
 from benchmarks.learning.experiment import Averaging, Experiment, key_of
 from benchmarks.learning.groups import DELAYS, basin, rows_of
+from benchmarks.learning.histogram import RUNS, report_histograms
 from benchmarks.learning.record import Record, Result
 from benchmarks.learning.ring import ring_average
 from benchmarks.learning.statistic import Estimate, paired_gap, slope
@@ -109,6 +110,20 @@ def test_a_record_continues_and_is_shared(tmp_path: Path) -> None:
     assert second.find(experiment, 3) == Result(loss=1.5, numbers={"x": 2.0})
     assert second.find(experiment, 4) is None
     assert Record(path).find(experiment, 3) is not None
+
+
+def test_histograms_of_runs_are_compared_with_the_bound_of_the_plan(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record.jsonl")
+    for name in RUNS:
+        record.add_run(name, [("c1", 0, 2, {"0": 1, "2": 39}), ("c1", 1, 0, {"0": 40})])
+    for late, ok in (("2", True), ("3", False)):
+        record.add_run("double-buffered, 4 nodes", [("c1", 0, 2, {late: 40})])
+        report = Report("learning")
+        report_histograms(report, Record(tmp_path / "record.jsonl"), quick=False, trains=False)
+        assert [check.ok for check in report.checks] == [ok]
+    report = Report("learning")
+    report_histograms(report, Record(None), quick=False, trains=False)
+    assert not report.checks
 
 
 def test_the_best_rate_is_the_vertex_of_a_parabola() -> None:
