@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.learning.experiment import Averaging, Experiment
 from benchmarks.learning.study import FIRST_RATES, Row
 from benchmarks.learning.tasks import BASIN
-from ravnest.pipeline.staleness import DEFAULT, Correction, delay_compensation, look_ahead, none
+from ravnest.pipeline.staleness import DEFAULT, Correction, delay_compensation, look_ahead, lr_discount, none
 
 __all__ = [
     "BASELINE", "CLUSTER_VARIANTS", "DELAYS", "GROUPS", "PIPELINES", "PROGRESS", "STALENESS", "STALENESS_UPDATES",
@@ -23,7 +23,8 @@ BASELINE = "synchronous"
 EVERY_MICROBATCH = (6, 4, 2, 0)  # the paper's delays, with four stages
 CORRECTIONS: Mapping[str, Correction] = {
     "none": none(), "error feedback (look-ahead 1)": look_ahead(1.0), "look-ahead 1 + bend (default)": DEFAULT,
-    "delay compensation 1": delay_compensation(1.0),
+    "delay compensation 1": delay_compensation(1.0), "look-ahead 1 + half the bend": look_ahead(1.0, curvature=0.5),
+    "look-ahead 1.5": look_ahead(1.5), "lr discount 0.5": lr_discount(0.5),
 }  # fmt: skip
 _MAIN = ("none", "error feedback (look-ahead 1)", "look-ahead 1 + bend (default)")
 PIPELINES: tuple[tuple[str, str, int], ...] = (  # task, optimizer, batch

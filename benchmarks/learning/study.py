@@ -28,7 +28,7 @@ __all__ = ["Measured", "Row", "Study", "best_rate", "measure_rows"]
 
 TUNING_SEED = 100
 TRIALS = 6
-FIRST_RATES = {"AdamW": 8e-3, "NAdam 0.99": 2e-3, "Muon": 8e-3, "SOAP": 8e-3, "LAMB": 16e-3, "SGD": 0.1}
+FIRST_RATES = {"AdamW": 8e-3, "NAdam 0.99": 2e-3, "Muon": 16e-3, "SOAP": 8e-3, "LAMB": 16e-3, "SGD": 0.1}
 
 
 @config

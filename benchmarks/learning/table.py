@@ -60,6 +60,12 @@ def charts(group: str, found: Found) -> list[Chart]:
     return []
 
 
+def _means(points: Mapping[float, Measured]) -> dict[float, float]:
+    """The means of the measured number over the seeds that all points have, so that points can be compared."""
+    seeds = set.intersection(*(set(m.results) for m in points.values())) if points else set[int]()
+    return {x: statistics.fmean(m.results[seed].numbers[_MEASURE] for seed in sorted(seeds)) for x, m in points.items()}
+
+
 def _known(lines: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
     return {name: line for name, line in lines.items() if line}
 
@@ -67,7 +73,7 @@ def _known(lines: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[tup
 def _curve(found: Found, prefix: str, *, skip: float = -1) -> list[tuple[float, float]]:
     """The points of the rows `PREFIX NUMBER`; a logarithmic axis has no 0."""
     points = {float(name.removeprefix(prefix)): m for name, m in found.items() if name.startswith(prefix)}
-    return [(x, statistics.fmean(m.number(_MEASURE))) for x, m in sorted(points.items()) if x != skip]
+    return [(x, mean) for x, mean in sorted(_means(points).items()) if x != skip]
 
 
 def _bound(updates: int) -> float:
@@ -160,8 +166,7 @@ def _clusters(report: Report, found: Found) -> None:
 
 def _rate(report: Report, found: Found) -> None:
     for name in DELAYS:
-        points = {k: m for k in PROGRESS if (m := found.get(f"{name} | {k}")) is not None}
-        means = {k: statistics.fmean(m.number(_MEASURE)) for k, m in points.items()}
+        means = _means({k: m for k in PROGRESS if (m := found.get(f"{name} | {k}")) is not None})
         if means:
             row: dict[str, object] = {"gradients": name}
             row |= {f"K = {k}": means.get(k) for k in PROGRESS}
@@ -209,15 +214,11 @@ def _speedup(report: Report, found: Found) -> None:
 def _staleness(report: Report, found: Found) -> None:
     limits: dict[int, float] = {}
     for k in STALENESS_UPDATES:
-        values = {
-            delay: statistics.fmean(m.number(_MEASURE))
-            for delay in STALENESS
-            if (m := found.get(f"{k} | {delay}")) is not None
-        }
+        values = _means({delay: m for delay in STALENESS if (m := found.get(f"{k} | {delay}")) is not None})
         if 0 not in values:
             continue
         relative = {delay: value / values[0] for delay, value in values.items()}
-        limit = _crossing(relative)
+        limit = _crossing(relative) if len(relative) == len(STALENESS) else None
         limits |= {} if limit is None else {k: limit}
         row: dict[str, object] = {"K": k, **{f"delay {delay}": relative.get(delay) for delay in STALENESS}}
         report.rows.append({**row, "suffers from": None if limit is None else round(limit, 1)})
@@ -225,7 +226,7 @@ def _staleness(report: Report, found: Found) -> None:
     _check_or_note(report, "exponent of K in the delay from which the rate suffers", exponent, ">= 0.25")
 
 
-def _crossing(relative: Mapping[int, float]) -> float | None:
+def _crossing(relative: Mapping[float, float]) -> float | None:
     """The delay at which the value is `_SUFFERS` times that without delay, between two measured delays."""
     points = sorted(relative.items())
     for (low, before), (high, after) in pairwise(points):
