@@ -84,6 +84,15 @@ def _geqrf(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.aten.geqrf.default(tensor)  # type: ignore[no-any-return]
 
 
+def _binary_cross_entropy(
+    probabilities: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
+) -> torch.Tensor:
+    """torch does not write the loss of shapes that differ, one of them empty."""
+    if any(t is not None and t.shape != probabilities.shape for t in (targets, weight)):
+        raise ValueError("binary cross entropy takes probabilities, targets and weights of one shape")
+    return torch.ops.aten.binary_cross_entropy.default(probabilities, targets, weight, reduction)  # type: ignore[no-any-return]
+
+
 def _weight_norm(direction: torch.Tensor, magnitude: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """torch reads as many magnitudes as the direction has in that dimension, however many there are."""
     rank = direction.dim()
@@ -159,6 +168,7 @@ GUARDED: dict[str, Callable[..., Any]] = {  # torch does not check all of their 
     "aten.fractional_max_pool3d.default": _fractional_max_pool(3),
     "aten.diff.default": _diff,
     "aten._weight_norm.default": _weight_norm,
+    "aten.binary_cross_entropy.default": _binary_cross_entropy,
     "aten.geqrf.default": _geqrf,
     "aten.div.Tensor_mode": _div,
     "aten.div.Scalar_mode": _div,

@@ -115,3 +115,21 @@ def test_weight_norm_is_that_of_torch(magnitudes: tuple[int, ...], dim: int) -> 
     direction, magnitude = torch.randn(4, 3, 2), torch.rand(magnitudes)
     expected = torch._weight_norm(direction, magnitude, dim)
     assert torch.equal(resolve("aten._weight_norm.default")(direction, magnitude, dim), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("shape", "target", "weight"),
+    [((), (3, 0), None), ((1,), (0,), None), ((2, 3), (3,), None), ((3,), (3,), (1,)), ((0,), (1,), None)],
+    ids=str,
+)
+def test_shapes_of_a_binary_cross_entropy_are_the_same(
+    shape: tuple[int, ...], target: tuple[int, ...], weight: tuple[int, ...] | None, device: str
+) -> None:
+    """Without the guard, some of these return memory that was not written."""
+    loss = resolve("aten.binary_cross_entropy.default")
+    weights = None if weight is None else torch.ones(weight, device=device)
+    with pytest.raises(ValueError, match="of one shape"):
+        loss(torch.full(shape, 0.5, device=device), torch.ones(target, device=device), weights, 2)
+    same = torch.full(shape, 0.5, device=device)
+    assert loss(same, torch.ones_like(same), None, 1).shape == ()
