@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +22,13 @@ from ravnest.graph.timing import OpSeconds
 from ravnest.profiling import overhead, speed
 from ravnest.profiling.overhead import StageOverhead
 from ravnest.run import plan as job_plan
+from tests.accelerator import devices
+from tests.accelerator.backend import register
+from tests.accelerator.devices import TestAccelerator
 
 torch.set_num_threads(1)
+register()  # before the first backward pass, which starts autograd's threads; it is present in some tests only
+devices.accelerator.disappear()
 gc.set_threshold(100_000, 50, 50)  # tracing makes many objects and few cycles: 8 % of its time
 settings.register_profile("fixed", derandomize=True)  # the same examples every time
 settings.register_profile("random")  # `make test ARGS=--hypothesis-profile=random` searches for new ones
@@ -92,3 +97,11 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(exit_.value.code or 0), printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def accelerator() -> Iterator[TestAccelerator]:
+    """The test accelerator, present in this process for one test; its devices are `testacc:0`, `testacc:1`."""
+    devices.accelerator.appear(2)
+    yield devices.accelerator
+    devices.accelerator.disappear()

@@ -149,8 +149,9 @@ class TrainingConfig:
         False, _PIPELINE, "Recompute activations in the backward pass instead of storing them: less memory, more work."
     )
     autocast: str = _option(
-        "none", _PIPELINE, "Precision of the forward pass: none (fp32) or bf16.", choices=("none", "bf16")
-    )
+        "none", _PIPELINE, "Precision of products: none (fp32), bf16, or fp16 with loss scaling. Devices without bf16 "
+        "compute in fp16.", choices=("none", "bf16", "fp16"),
+    )  # fmt: skip
     activation_compression: str = _option(
         "none", _PIPELINE, "Compression of activations and gradients between stages: none, bf16 or int8.",
         choices=("none", "bf16", "int8"),
@@ -159,6 +160,10 @@ class TrainingConfig:
     memory: str | None = _option(
         None, LOCAL, "Memory of each node, such as 1GB, or 1GB,2GB,... for one size per node. Without it: no limit.",
         metavar="SIZE[,SIZE...]",
+    )  # fmt: skip
+    device: str = _option(
+        "auto", LOCAL, "Device of each node: auto (an accelerator of its own, or the processor), cpu, cuda:0, ...; or "
+        "one per node, such as cuda:0,cpu.", metavar="DEVICE[,DEVICE...]",
     )  # fmt: skip
     threads: int | None = _option(
         None, LOCAL, "Torch threads of each node. Without it: the cores of this machine divided by the nodes.", min=1
@@ -294,6 +299,18 @@ class TrainingConfig:
     def num_threads(self) -> int:
         """Torch threads of each worker: its share of the cores, at least one."""
         return self.threads or (1 if self.cores else max(1, num_cores() // self.num_nodes))
+
+    @property
+    def device_of(self) -> tuple[str, ...]:
+        """The device of each node, as given."""
+        chosen = tuple(text.strip() for text in self.device.split(","))
+        if len(chosen) == 1:
+            return chosen * self.num_nodes
+        require(
+            len(chosen) == self.num_nodes,
+            f"device must be one device, or one for each of {self.num_nodes} nodes, got {self.device!r}",
+        )
+        return chosen
 
     @property
     def core_of(self) -> tuple[int, ...] | None:

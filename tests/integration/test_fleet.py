@@ -36,6 +36,7 @@ class Friends(ProgressView):
         self.said: list[str] = []
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.ticket = ""
+        self.devices: dict[str, str] = {}
         self.steps = 0
         self._plans: list[tuple[int, Callable[[], None]]] = []
 
@@ -49,6 +50,7 @@ class Friends(ProgressView):
     def join(self, *names: str) -> None:
         for name in names:
             command = [sys.executable, "-m", "ravnest", "join", self.ticket, "--name", name, "--threads", "1"]
+            command += ["--device", self.devices.get(name, "auto")]
             with (self.folder / f"{name}.log").open("wb") as log:
                 self.agents[name] = subprocess.Popen(
                     [*command, "--memory", "600MB", "--data-dir", str(self.folder / name)], stdout=log, stderr=log

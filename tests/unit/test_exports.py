@@ -62,8 +62,8 @@ def test_commands_and_flags() -> None:
             "--debug", "--ids", "--job", "--prompt", "--seed", "--temperature", "--tokenizer", "--tokens", "run",
         ],
         "join": [
-            "--data-dir", "--debug", "--log-json", "--max-upload", "--memory", "--name", "--port", "--quiet", "--stay",
-            "--threads", "--wait", "ticket",
+            "--data-dir", "--debug", "--device", "--log-json", "--max-upload", "--memory", "--name", "--port",
+            "--quiet", "--stay", "--threads", "--wait", "ticket",
         ],
         "kick": ["--debug", "--reason", "--run", "node"],
         "plan": [
@@ -73,14 +73,15 @@ def test_commands_and_flags() -> None:
             "--seed", "--simulate", "--spares", "--trace", "job",
         ],
         "profile": [
-            "--debug", "--json", "--max-upload", "--memory", "--name", "--peer", "--serve", "--threads", "job",
+            "--debug", "--device", "--json", "--max-upload", "--memory", "--name", "--peer", "--serve", "--threads",
+            "job",
         ],
         "status": ["--debug", "--json", "--watch", "run"],
         "ticket": ["--debug", "--run", "--uses", "--valid"],
         "train": [
             "--activation-compression", "--advertise", "--allow-single-node", "--autocast", "--average-every",
             "--averaging-compression", "--checkpoint-every", "--checkpoint-to", "--clusters", "--coordinator-dir",
-            "--cores", "--dashboard-port", "--debug", "--epochs", "--keep-checkpoints", "--listen",
+            "--cores", "--dashboard-port", "--debug", "--device", "--epochs", "--keep-checkpoints", "--listen",
             "--local", "--log-json", "--max-batch-size", "--max-length", "--max-staleness", "--memory", "--memory-mode",
             "--microbatch", "--microbatches-per-step", "--min-nodes", "--min-stages", "--mode",
             "--no-allow-single-node", "--no-recompute", "--no-verify",

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ravnest import __version__
 from ravnest.cli.live_join import JoinOutput
-from ravnest.cli.options import Debug, LogJson, Output, output_of
+from ravnest.cli.options import Debug, Device, LogJson, Output, output_of
 from ravnest.core.host import host_name
 from ravnest.core.ids import check_id
 from ravnest.core.units import parse_bytes, parse_rate, parse_seconds
@@ -45,6 +45,7 @@ def join(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Processor cores to use. Without it: all, shared with other agents here.")
     ] = None,
+    device: Device = "auto",
     max_upload: Annotated[
         str | None, typer.Option(metavar="RATE", help="Upload limit, such as '10 Mbit/s'. Without it: no limit.")
     ] = None,
@@ -88,6 +89,7 @@ def join(
         port=port,
         memory_bytes=None if memory is None else parse_bytes(memory),
         threads=threads,
+        device=device,
         max_upload_bytes_per_s=None if max_upload is None else parse_rate(max_upload),
         max_wait_s=None if stay else parse_seconds(wait),
         stays=stay,

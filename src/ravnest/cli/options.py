@@ -14,9 +14,16 @@ from ravnest.config import Option, TrainingConfig, options
 from ravnest.core.config import require
 from ravnest.core.units import parse_seconds
 
-__all__ = ["Command", "Debug", "LogJson", "Output", "Quiet", "config_options", "output_of"]
+__all__ = ["Command", "Debug", "Device", "LogJson", "Output", "Quiet", "config_options", "output_of"]
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE", help="Device to compute on: auto (an accelerator if there is one), cpu, cuda:1, ..."
+    ),
+]
 
 Output = Literal["auto", "quiet", "json"]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only what others need: a ticket, the run's directory.")]

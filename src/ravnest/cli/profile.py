@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ravnest.cli.options import Debug
+from ravnest.cli.options import Debug, Device
 from ravnest.core.config import require
-from ravnest.core.units import format_rate, format_seconds, parse_bytes, parse_rate
+from ravnest.core.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate
 from ravnest.transport.address import Address, parse_address
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def profile(
     serve: Annotated[
         str | None, typer.Option(metavar="[HOST]:PORT", help="Serve measurements with --peer, until Ctrl-C.")
     ] = None,
+    device: Device = "auto",
     name: Annotated[str | None, typer.Option(help="Name of this machine. Without it: its host name.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
@@ -61,7 +62,7 @@ def profile(
     from ravnest.profiling.machine import MachineLimits
 
     limits = MachineLimits(memory_bytes=memory_bytes, threads=threads, max_upload_bytes_per_s=upload_bytes_per_s)
-    measured = _measure(limits, name, job, address)
+    measured = _measure(limits, name, job, address, device)
     console = Console(width=None if sys.stdout.isatty() else 120)
     if as_json:
         console.print(profile_json(measured), markup=False, highlight=False, soft_wrap=True)
@@ -85,7 +86,9 @@ async def _serve(address: Address, max_upload_bytes_per_s: float | None) -> None
         await asyncio.Event().wait()
 
 
-def _measure(limits: MachineLimits, name: str | None, job: Path | None, peer: Address | None) -> MachineProfile:
+def _measure(
+    limits: MachineLimits, name: str | None, job: Path | None, peer: Address | None, device: str
+) -> MachineProfile:
     """Measure, with progress on stderr."""
     from ravnest.profiling.machine import measure_machine
 
@@ -103,7 +106,7 @@ def _measure(limits: MachineLimits, name: str | None, job: Path | None, peer: Ad
 
             report("the job's program")
             workload = load_job(job).job.workload()
-        return measure_machine(limits, name=name, job=workload, peer=peer, report=report)
+        return measure_machine(limits, name=name, job=workload, peer=peer, device=device, report=report)
 
 
 def profile_json(profile: MachineProfile) -> str:
@@ -113,8 +116,13 @@ def profile_json(profile: MachineProfile) -> str:
 def as_table(profile: MachineProfile) -> Table:
     table = Table(title=profile.name, show_header=False)
     table.add_row("usable memory", _memory(profile))
+    if profile.host_memory_bytes:
+        table.add_row("memory of the PC", format_bytes(profile.host_memory_bytes))
     table.add_row("training speed", f"{_speed(profile)} GFLOP/s, on {profile.measured_on}")
-    table.add_row("device", f"{profile.device}, {profile.threads} thread{'s' if profile.threads > 1 else ''}")
+    if profile.low_precision:
+        table.add_row(f"speed in {profile.low_precision}", f"{profile.low_precision_gflops:.1f} GFLOP/s")
+    named = f"{profile.device} ({profile.device_name})" if profile.device_name else profile.device
+    table.add_row("device", f"{named}, {profile.threads} thread{'s' if profile.threads > 1 else ''}")
     for name, value in _line(profile).items():
         table.add_row(name, value or "not measured: give --peer HOST:PORT")
     return table

@@ -82,12 +82,14 @@ def _describe_node_event(event: _NodeEvent) -> str:
         case on.NodeConnected(name=name, profile=profile, address=address):
             is_limited = profile.memory_bytes < UNLIMITED_BYTES
             memory = format_bytes(profile.memory_bytes) if is_limited else "memory without a limit"
-            size = f"{memory}, {profile.gflops:.3g} GFLOP/s on {profile.device}"
+            size = f"{memory}, {profile.gflops:.3g} GFLOP/s on {profile.full_device}"
             origin = f" from {address}" if address else ""
             return f"{name} connected{origin}: {size}"
         case on.NodeProfileChanged(name=name, profile=profile):
             size = f"{format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s, {profile.threads} threads"
-            return f"{name} offers {size} from now on: agents of its PC have come or gone"
+            return (
+                f"{name} offers {size} from now on: agents of its PC have come or gone, or its memory did not suffice"
+            )
         case on.NodeLost(name=name, reason=reason, is_voluntary=is_voluntary):
             return f"{name} left: {reason}" if is_voluntary else f"{name} is lost: {reason}"
         case on.NodeLeaving(name=name, reason=reason):

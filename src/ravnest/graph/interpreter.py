@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ravnest.graph.custom_gradient import with_gradient
+from ravnest.graph.device import RngState, rng_state, set_rng_state
 from ravnest.graph.ops import (
     ALLOWED,
     LITERAL,
@@ -319,7 +320,7 @@ def returns_one(name: str) -> bool:
 
 def _kwargs(op: Op) -> Mapping[str, Arg]:
     """The op's keyword arguments; ops that create a tensor create it on the interpreter's device."""
-    return {"device": "@", **op.kwargs} if needs_device(op.op) else op.kwargs
+    return {**op.kwargs, "device": "@"} if needs_device(op.op) else op.kwargs
 
 
 def _reads_values(arg: Arg) -> bool:
@@ -392,9 +393,6 @@ def with_arguments(op: Op, changed: Mapping[str, Any]) -> Op:
     return msgspec.structs.replace(op, args=tuple(args), kwargs=kwargs)
 
 
-_RngState = tuple[Tensor, Tensor | None]
-
-
 class Tape:
     """Forward and backward pass of one microbatch: `Tape(...)` computes `outputs`, `backward` the inputs' gradients.
 
@@ -408,9 +406,9 @@ class Tape:
         self._state: Mapping[str, Tensor] = state
         self._inputs = [_leaf(given, value.grad) for given, value in zip(inputs, interpreter.stage.inputs, strict=True)]
         self._outputs: tuple[Any, ...] | None = None
-        self._rng: _RngState | None = None
+        self._rng: RngState | None = None
         if recompute:
-            self._rng = _rng_state(interpreter.device)
+            self._rng = rng_state(interpreter.device)
             before = {s.target: state[s.target].clone() for s in interpreter.stage.state if s.mutated}
             with torch.no_grad():
                 outputs = interpreter(state, self._inputs)
@@ -443,21 +441,10 @@ class Tape:
             raise AssertionError("backward was called twice")
         devices = [] if self._interpreter.device.type == "cpu" else [self._interpreter.device]
         with torch.random.fork_rng(devices, device_type=self._interpreter.device.type if devices else "cuda"):
-            _set_rng_state(self._interpreter.device, self._rng)
+            set_rng_state(self._interpreter.device, self._rng)
             self._rng = None
             return self._interpreter(self._state, self._inputs)
 
 
 def _leaf(given: Any, grad: bool) -> Any:
     return given.detach().requires_grad_(grad) if isinstance(given, Tensor) else given
-
-
-def _rng_state(device: torch.device) -> _RngState:
-    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), own
-
-
-def _set_rng_state(device: torch.device, state: _RngState) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module(device).set_rng_state(state[1], device)

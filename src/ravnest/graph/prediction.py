@@ -41,7 +41,8 @@ def best_tokens(prediction: Tensor, positions: Sequence[int]) -> tuple[list[list
     samples, length = prediction.shape[:2]
     if len(positions) != samples or not all(0 <= position < length for position in positions):
         raise ValueError(f"{len(positions)} positions do not match {samples} samples of length {length}")
-    rows = prediction[torch.arange(samples), torch.tensor(positions)].float()
+    device = prediction.device
+    rows = prediction[torch.arange(samples, device=device), torch.tensor(positions, device=device)].float()
     scores, tokens = rows.topk(min(MAX_CANDIDATES, rows.shape[1]), dim=1)
     return tokens.tolist(), scores.tolist()
 

@@ -21,7 +21,7 @@ import msgspec
 
 from ravnest.core.clock import Backoff, Deadline
 from ravnest.core.config import config, require
-from ravnest.core.units import format_seconds
+from ravnest.core.units import format_bytes, format_seconds
 from ravnest.errors import LinkError, RavnestError, RequestRejected
 from ravnest.node.client import Client
 from ravnest.node.console import AgentConsole, joined, thanks
@@ -35,7 +35,7 @@ from ravnest.node.storage import NodeStorage, host_directory
 from ravnest.node.worker_process import SpawnWorker, spawn_worker
 from ravnest.node.worker_supervisor import WorkerSupervisor
 from ravnest.profiling.limits import MachineLimits
-from ravnest.protocol.commands import StageReady
+from ravnest.protocol.commands import StageFailed, StageReady
 from ravnest.protocol.control import (
     AddressChanged,
     AssignmentReleased,
@@ -64,6 +64,7 @@ _MAX_LEAVE_S = 60.0
 _OBSERVED_S = 3.0
 _SHARE_S = 1.0  # between two looks at the other agents of this PC
 _NOT_A_MEMBER = (401, 403)
+_LESS_MEMORY = 0.8  # of what a stage had in use when it ran out of memory
 
 
 @config
@@ -75,6 +76,7 @@ class AgentConfig:
     port: int = 0
     memory_bytes: int | None = None
     threads: int | None = None
+    device: str = "auto"
     max_upload_bytes_per_s: float | None = None
     profile: NodeProfile | None = None  # None: this PC is measured first
     core: int = -1
@@ -115,12 +117,13 @@ class Agent:
         self._offer: PcOffer | None = None
         if config.profile is None:
             limits = MachineLimits(memory_bytes=config.memory_bytes, threads=config.threads)
-            self._offer = PcOffer(limits, config.home.directory.parent, host_directory())
+            self._offer = PcOffer(limits, config.home.directory.parent, host_directory(), device=config.device)
         self._leaving = asyncio.Event()
         self._unable: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._profile: NodeProfile | None = None
         self._is_line_measured = not membership.identity
         self._is_welcome = False
+        self._most_bytes: int | None = None  # that this node offers, since a stage ran out of memory
         self._leave_deadline = Deadline(0.0)
         self._farewell: Farewell | None = None
 
@@ -219,12 +222,14 @@ class Agent:
     def _change_offer(self, offered: NodeProfile, share: Share) -> None:
         before = self._profile
         assert before is not None, "the PC was measured before"
+        memory_bytes = min(offered.memory_bytes, self._most_bytes or offered.memory_bytes)
         self._profile = msgspec.structs.replace(
-            before, memory_bytes=offered.memory_bytes, gflops=offered.gflops, threads=offered.threads
-        )
-        self._reconciler.max_weights_bytes = offered.memory_bytes
+            before, memory_bytes=memory_bytes, gflops=offered.gflops, threads=offered.threads,
+            host_memory_bytes=offered.host_memory_bytes,
+        )  # fmt: skip
+        self._reconciler.max_weights_bytes = memory_bytes
         self._supervisor.set_profile(self._profile)
-        if (offered.threads, offered.memory_bytes) != (before.threads, before.memory_bytes):  # else its speed alone
+        if (offered.threads, memory_bytes) != (before.threads, before.memory_bytes):  # else its speed alone
             self._console.note(describe_share(share))
         if self._is_welcome:  # otherwise the hello carries it
             self._outbox.put(ProfileChanged(self._profile))
@@ -348,4 +353,17 @@ class Agent:
             if isinstance(report.report, StageReady):
                 self._supervisor.reset_backoff()
             self._console.reported(report)
+            if isinstance(report.report, StageFailed) and report.report.exhausted_bytes:
+                self._offer_less(report.report.exhausted_bytes)
         self._outbox.put(report)
+
+    def _offer_less(self, exhausted_bytes: int) -> None:
+        """Offer less memory than a stage ran out of; the coordinator is told before it is told of the failure."""
+        profile = self._profile
+        assert profile is not None, "the PC was measured before"
+        self._most_bytes = max(1, int(_LESS_MEMORY * min(profile.memory_bytes, exhausted_bytes)))
+        self._profile = msgspec.structs.replace(profile, memory_bytes=self._most_bytes)
+        self._supervisor.set_profile(self._profile)
+        self._console.note(f"a stage ran out of memory: offering {format_bytes(self._most_bytes)} from now on")
+        if self._is_welcome:  # otherwise the hello carries it
+            self._outbox.put(ProfileChanged(self._profile))

@@ -105,8 +105,9 @@ class AgentConsole:
 
 
 def joined(name: str, profile: NodeProfile) -> str:
+    place = "" if profile.device == "cpu" else f" on {profile.full_device}"
     return (
-        f"joined as {name}: {format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s, "
+        f"joined as {name}: {format_bytes(profile.memory_bytes)}, {profile.gflops:.3g} GFLOP/s{place}, "
         f"{format_rate(profile.up_bytes_per_s)} up"
     )
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import psutil
@@ -32,6 +33,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     threads: int | None = None
     memory_bytes: int | None = None
+    device: str = ""  # the accelerator that it computes on
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class HostShares:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._own: Path | None = None
+        self._file: IO[bytes] | None = None
 
     @contextlib.contextmanager
     def claimed(self, claim: Claim) -> Iterator[None]:
@@ -89,15 +92,29 @@ class HostShares:
         draft, path = self._directory / f".{name}", self._directory / name
         with draft.open("wb") as file:
             lock_file(file.fileno())
-            file.write(msgspec.json.encode(claim))
-            file.flush()
+            self._file = file
+            self._write(claim)
             draft.rename(path)  # from now on others see it, locked
             self._own = path
             try:
                 yield
             finally:
-                self._own = None
+                self._own = self._file = None
                 path.unlink(missing_ok=True)
+
+    def name_device(self, device: str) -> None:
+        """Add the accelerator of this agent to its claim."""
+        self._claim = msgspec.structs.replace(self._claim, device=device)
+        if self._file is not None:
+            self._write(self._claim)
+
+    def _write(self, claim: Claim) -> None:
+        assert self._file is not None, "the claim has a file"
+        content = msgspec.json.encode(claim)
+        self._file.seek(0)
+        self._file.write(content)
+        self._file.truncate(len(content))
+        self._file.flush()
 
     def claims(self) -> tuple[tuple[Claim, ...], int]:
         """Return the claims of all living agents, the oldest first, and the index of this one."""

@@ -28,7 +28,7 @@ from ravnest.profiling.bandwidth import measure_download, measure_latency_s, mea
 from ravnest.profiling.host import usable_cores
 from ravnest.protocol.control import NodeProfile
 
-__all__ = ["MeasuredSpeed", "SpeedCache", "measure_speed_once", "with_line"]
+__all__ = ["MeasuredSpeed", "SpeedCache", "measure_device", "measure_speed_once", "with_line"]
 
 _LINE_S = 1.0  # in each direction
 _MAX_LATENCY_S = 60.0
@@ -67,12 +67,18 @@ def _clamped(bytes_per_s: float) -> float:
 
 
 class MeasuredSpeed(msgspec.Struct, frozen=True):
-    """Speed of `threads` threads, alone on this PC. `memory_bytes` is that of an accelerator, at the measurement."""
+    """Speed of `threads` threads, alone on this PC. `memory_bytes` is that of an accelerator, at the measurement.
+
+    Without `host_memory_bytes` the accelerator shares the memory of the PC.
+    """
 
     gflops: float
     threads: int
     device: str = _CPU
     memory_bytes: int = 0
+    device_name: str = ""
+    host_memory_bytes: int = 0
+    other_devices: tuple[str, ...] = ()
 
 
 class _Remembered(msgspec.Struct, frozen=True):
@@ -137,6 +143,7 @@ async def measure_speed_once(
     threads: Callable[[], int],
     memory_bytes: int | None,
     log: Callable[[str], None],
+    device: str = "auto",
 ) -> MeasuredSpeed:
     """Return the speed of this PC with its share of `threads`: remembered, or measured by one agent at a time."""
     if (known := cache.get(threads())) is not None:
@@ -146,7 +153,7 @@ async def measure_speed_once(
             return known
         log("measuring this PC")
         is_busy = _load() > _MAX_LOAD * usable_cores()
-        measured = await _measure(memory_bytes, threads())
+        measured = await measure_device(device, threads(), memory_bytes)
         cache.put(measured, is_busy=is_busy)
         return measured
 
@@ -174,8 +181,10 @@ async def _alone(path: Path, on_wait: Callable[[], None]) -> AsyncIterator[None]
         yield
 
 
-async def _measure(memory_bytes: int | None, threads: int) -> MeasuredSpeed:
+async def measure_device(device: str, threads: int, memory_bytes: int | None = None) -> MeasuredSpeed:
+    """Measure a device in another process, which leaves nothing of it in this one."""
     command = [sys.executable, "-P", "-m", "ravnest", "profile", "--json", "--threads", str(threads)]
+    command += ["--device", device]
     command += [] if memory_bytes is None else ["--memory", str(memory_bytes)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(

@@ -53,7 +53,7 @@ class CompactVersions(VersionBuffers):
     def _with_offset(self, name: str, master: Tensor, compute: Tensor | None) -> Tensor:
         """The newest compute weights of a parameter; sets its offset if the state had none."""
         if compute is None:
-            self._offsets[name] = PackedTensor("linear", tuple(master.shape))
+            self._offsets[name] = PackedTensor("linear", tuple(master.shape), device=master.device)
             return master
         compute = compute.detach().contiguous()
         if name not in self._offsets:  # saved with float32 master weights
@@ -70,7 +70,8 @@ class CompactVersions(VersionBuffers):
     def _master_of(self, compute: Tensor, name: str) -> Tensor | LazyTensor:
         if name not in self._offsets:
             return compute
-        return LazyTensor(compute.shape, compute.dtype, partial(_difference, compute.view(-1), self._offsets[name]))
+        read = partial(_difference, compute.view(-1), self._offsets[name])
+        return LazyTensor(compute.shape, compute.dtype, read, compute.device)
 
     def entries(self) -> dict[str, Mapping[str, Tensor]]:
         """The tensors of a whole state besides the master weights, by kind."""
@@ -117,19 +118,21 @@ class CompactVersions(VersionBuffers):
         offset, last = self._offsets.get(name), self._last_steps.get(name)
         flat = None if gradient is None else gradient.reshape(-1)
         if self.corrector.curvature and last is None:
-            self._last_steps[name] = PackedTensor("linear", tuple(self._live[self.newest][name].shape))
+            self._last_steps[name] = PackedTensor(
+                "linear", tuple(self._live[self.newest][name].shape), device=current.device
+            )
         for lo, hi in stepper.chunks(name):
             new = target[lo:hi].copy_(current[lo:hi])
             if offset is not None:
                 new.sub_(offset.read(lo, hi, into=1))
-                old = scratch(2, hi - lo).copy_(new)
+                old = scratch(2, hi - lo, new.device).copy_(new)
             if flat is not None:
                 stepper.update(name, lo, hi, new, flat[lo:hi])
             if offset is None:
                 continue
             moved = torch.sub(new, old, out=old)
             factor = self.corrector.ahead + (self.corrector.curvature if last is not None else 0.0)
-            ahead = torch.mul(moved, factor, out=scratch(1, hi - lo))
+            ahead = torch.mul(moved, factor, out=scratch(1, hi - lo, new.device))
             if last is not None:
                 ahead.sub_(last.read(lo, hi, into=3), alpha=self.corrector.curvature)
             if self.corrector.curvature:

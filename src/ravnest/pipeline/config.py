@@ -57,8 +57,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.memory not in MEMORY_MODES:
             raise ValueError(f"memory must be one of {', '.join(MEMORY_MODES)}, got {self.memory!r}")
-        if self.autocast not in ("none", "bf16"):
-            raise ValueError(f"autocast must be none or bf16, got {self.autocast!r}")
+        if self.autocast not in ("none", "bf16", "fp16"):
+            raise ValueError(f"autocast must be none, bf16 or fp16, got {self.autocast!r}")
         if self.compression not in ("none", "bf16", "int8"):
             raise ValueError(f"compression must be none, bf16 or int8, got {self.compression!r}")
 

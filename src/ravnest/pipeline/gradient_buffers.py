@@ -65,11 +65,17 @@ def as_bfloat16(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def squared_norm(gradients: Mapping[str, Tensor]) -> float:
     """The squared norm of all gradients together."""
-    return sum(_squared_norm(gradient) for gradient in gradients.values())
+    squares = [_squares(gradient) for gradient in gradients.values()]
+    sums = [part for parts in squares for part in parts]
+    if sums and sums[0].device.type != "cpu":  # one copy for all of them
+        parts = iter(torch.stack(sums).tolist())
+        return sum(sum(next(parts) for _ in each) for each in squares)
+    return sum(sum(map(float, each)) for each in squares)
 
 
-def _squared_norm(gradient: Tensor) -> float:
+def _squares(gradient: Tensor) -> list[Tensor]:
+    """The sum of the squares of a gradient; of a bfloat16 one, the sum of each chunk."""
     if gradient.dtype != torch.bfloat16:
-        return float(gradient.float().square().sum())
+        return [gradient.float().square().sum()]
     flat = gradient.reshape(-1)
-    return sum(float(flat[lo:hi].float().square().sum()) for lo, hi in chunks(flat.numel()))
+    return [flat[lo:hi].float().square().sum() for lo, hi in chunks(flat.numel())]

@@ -20,13 +20,14 @@ class LazyTensor:
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]
+    device: torch.device
 
     def parts(self) -> Iterator[Tensor]:
         """The flat elements, one part after the other."""
         return (self.read(lo, hi) for lo, hi in chunks(self.shape.numel()))
 
     def made(self) -> Tensor:
-        result = torch.empty(self.shape, dtype=self.dtype)
+        result = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for (lo, hi), part in zip(chunks(result.numel()), self.parts(), strict=True):
             result.view(-1)[lo:hi] = part
         return result
@@ -65,4 +66,4 @@ def added(item: Tensor | LazyTensor, by: Tensor) -> LazyTensor:
         part = item.read(lo, hi) if isinstance(item, LazyTensor) else item.detach().reshape(-1)[lo:hi]
         return part + flat[lo:hi]
 
-    return LazyTensor(item.shape, item.dtype, read)
+    return LazyTensor(item.shape, item.dtype, read, item.device)

@@ -25,6 +25,7 @@ from ravnest.pipeline.accumulation import GradientAccumulator
 from ravnest.pipeline.config import StageRole
 from ravnest.pipeline.tensor_codec import StageCodecs
 from ravnest.pipeline.trainer import FRESH, Trainer
+from ravnest.pipeline.transfers import Download, Transfers, Upload
 from ravnest.protocol.pipeline import Backward, Data, Evaluate, Forward, Lend, Norm, Return
 
 __all__ = ["Inbox", "Loop", "LoopContext"]
@@ -71,11 +72,11 @@ class Inbox:
 
 @dataclass
 class _QueuedMicrobatch:
-    """A microbatch that arrived: its message, its values, and the buffers that hold them."""
+    """A microbatch that arrived: its message, the buffers with its values, and these on their way to the device."""
 
     header: Any
-    values: list[Any]
     buffers: Sequence[Tensor] = field(default_factory=tuple)
+    upload: Upload = field(default_factory=lambda: Upload([]))
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class Loop:
         self.index = stage.index
         self.is_first_stage, self.is_last_stage = stage.index == 0, stage.index == stage.count - 1
         self.metrics = StageMetrics(stage=stage.index)
+        self.transfers = Transfers(trainer.device)
+        self._outgoing: deque[tuple[Outlet, Data, Download]] = deque()  # in order; empty on the processor
         self._forwards: deque[_QueuedMicrobatch] = deque()
         self._backwards: deque[_QueuedMicrobatch] = deque()
         self._in_flight: dict[int, _QueuedMicrobatch] = {}
@@ -126,14 +129,17 @@ class Loop:
         while not self._is_stopped:
             self._drain()
             action = self.schedule.next()
-            if action.kind == "wait":
+            if action.kind == "wait" and not self._outgoing:
                 self._wait(action)
-            else:
-                start_s, used_s = self.clock.now_s(), time.thread_time()
+                continue
+            start_s, used_s, outgoing = self.clock.now_s(), time.thread_time(), len(self._outgoing)
+            if action.kind != "wait":
                 self._act(action)
-                if self._pause_per_s:
-                    time.sleep((time.thread_time() - used_s) * self._pause_per_s)
-                self._record(action, self.clock.now_s() - start_s)
+            self._send_oldest(outgoing)  # the device computes this action meanwhile
+            if self._pause_per_s:
+                time.sleep((time.thread_time() - used_s) * self._pause_per_s)
+            self._record(action, self.clock.now_s() - start_s)
+        self._send_oldest(len(self._outgoing))
 
     def end_after(self, updates: int) -> None:
         """Stop training after this number of updates."""
@@ -181,31 +187,50 @@ class Loop:
         match header:
             case Forward(batch=batch, sizes=sizes):
                 self.admit(batch, sizes)
-                values = self.codecs.inputs.unpack(batch, tensors, sizes)
-                self._forwards.append(_QueuedMicrobatch(header, values, tensors))
+                self._forwards.append(_QueuedMicrobatch(header, tensors, self.transfers.upload(tensors)))
                 self.schedule.input_arrived()
             case Evaluate(evaluation=number, batch=batch, fresh=fresh, sizes=sizes):
                 self.admit(batch, sizes)
-                self._forwards.append(_QueuedMicrobatch(header, self.codecs.inputs.unpack(batch, tensors, sizes)))
+                self._forwards.append(_QueuedMicrobatch(header, tensors, self.transfers.upload(tensors)))
                 self.schedule.evaluation_arrived(number, fresh=fresh)
-            case Backward(batch=batch, sizes=sizes):
-                values = self.codecs.gradients_in.unpack(batch, tensors, sizes)
-                self._backwards.append(_QueuedMicrobatch(header, values, tensors))
+            case Backward():
+                self._backwards.append(_QueuedMicrobatch(header, tensors, self.transfers.upload(tensors)))
                 self.schedule.gradient_arrived()
             case Lend(version=version, owner=owner, until=until, names=names):
                 if self.index < until:
-                    self.after.put(header, tensors)
+                    self._pass_on(self.after, header, tensors)
                 if owner in {s.owner for s in self.trainer.stage.borrowed}:
                     borrowed = {name: tensor.clone() for name, tensor in zip(names, tensors, strict=True)}
                     self.trainer.borrow(owner, version, self.role.delays[owner], borrowed)
             case Return(step=step, owner=owner, borrower=borrower, names=names):
                 if owner == self.index:
-                    self.accumulator[step].returned[borrower] = dict(zip(names, tensors, strict=True))
+                    gradients = self.transfers.upload(tensors).tensors()
+                    self.accumulator[step].returned[borrower] = dict(zip(names, gradients, strict=True))
                     self._advance(step)
                 else:
-                    self.before.put(header, tensors)
+                    self._pass_on(self.before, header, tensors)
             case Norm(step=step, squares=squared):
                 self._norm_arrived(step, squared)
+
+    def _send(self, outlet: Outlet, header: Data, tensors: Sequence[Tensor]) -> None:
+        """Send tensors of the device, as soon as they are in host memory."""
+        download = self.transfers.download(tensors)
+        if download.is_pending or self._outgoing:  # a message does not overtake another
+            self._outgoing.append((outlet, header, download))
+        else:
+            outlet.put(header, download.tensors())
+
+    def _pass_on(self, outlet: Outlet, header: Data, tensors: Sequence[Tensor] = ()) -> None:
+        """Send tensors of the host."""
+        if self._outgoing:
+            self._outgoing.append((outlet, header, Download(list(tensors))))
+        else:
+            outlet.put(header, tensors)
+
+    def _send_oldest(self, count: int) -> None:
+        for _ in range(count):
+            outlet, header, download = self._outgoing.popleft()
+            outlet.put(header, download.tensors())
 
     def _act(self, action: Action) -> None:
         match action.kind:
@@ -222,8 +247,8 @@ class Loop:
         queued = self._forwards.popleft()
         header: Forward = queued.header
         step = self.schedule.rule.step_of(action.number)
-        outputs = self.trainer.forward(action.number, step, action.version, queued.values, header.share)
-        self._in_flight[action.number] = _QueuedMicrobatch(header, [], queued.buffers)
+        outputs = self.trainer.forward(action.number, step, action.version, self._inputs(queued), header.share)
+        self._in_flight[action.number] = _QueuedMicrobatch(header, queued.buffers)
         if self.is_last_stage:
             values = [float(o) for o in outputs]
             self.observer.loss(action.number, values)
@@ -233,22 +258,32 @@ class Loop:
             self._send_outputs(header, outputs)
         self.schedule.done(action)
 
+    def _inputs(self, queued: _QueuedMicrobatch) -> list[Any]:
+        header: Forward | Evaluate = queued.header
+        return self.codecs.inputs.unpack(header.batch, queued.upload.tensors(), header.sizes)
+
+    def _gradients(self, queued: _QueuedMicrobatch) -> list[Any]:
+        header: Backward = queued.header
+        return self.codecs.gradients_in.unpack(header.batch, queued.upload.tensors(), header.sizes)
+
     def _send_outputs(self, header: Forward | Evaluate, outputs: Sequence[Any]) -> None:
         sizes = self.codecs.outputs.sizes(outputs)
         if sizes != header.sizes:
             header = msgspec.structs.replace(header, sizes=sizes)
-        self.after.put(header, self.codecs.outputs.pack(outputs))
+        self._send(self.after, header, self.codecs.outputs.pack(outputs))
 
     def _backward(self, action: Action) -> None:
         sent = self._in_flight.pop(action.number)
         received = None if self.is_last_stage else self._backwards.popleft()
-        gradients = self.trainer.backward(action.number, None if received is None else self._align(received.values))
+        given = None if received is None else self._align(self._gradients(received))
+        gradients = self.trainer.backward(action.number, given)
         sent_back = [g for g, v in zip(gradients, self.trainer.stage.inputs, strict=True) if v.grad]
         codec = self.codecs.gradients_out
         packed = codec.pack(sent_back)
-        self.before.put(Backward(action.number, sent.header.batch, codec.sizes(sent_back)), packed)
+        self._send(self.before, Backward(action.number, sent.header.batch, codec.sizes(sent_back)), packed)
         self.codecs.inputs.recycle(sent.buffers)
         if received is not None and not _overlap(received.buffers, packed):
+            received.upload.finish()
             self.codecs.gradients_in.recycle(received.buffers)
         self.schedule.done(action)
         if self.schedule.backwards % self.schedule.rule.accumulate == 0:
@@ -265,7 +300,7 @@ class Loop:
         own, borrowed = self.trainer.take_gradients(step, version, will_wait=will_wait)
         for owner, gradients in borrowed.items():
             header = Return(step, owner, self.index, tuple(gradients))
-            self.before.put(header, [g.contiguous() for g in gradients.values()])
+            self._send(self.before, header, [g.contiguous() for g in gradients.values()])
         self.accumulator[step].own = own
         self._advance(step)
 
@@ -283,7 +318,7 @@ class Loop:
         if self.is_first_stage:
             self._norm_known(step, squared)
         else:
-            self.before.put(Norm(step, squared), ())
+            self._pass_on(self.before, Norm(step, squared))
 
     def _norm_arrived(self, step: int, squared: float) -> None:
         """A partial sum from the next stage arrives before this stage sends its own, the total after that."""
@@ -296,12 +331,13 @@ class Loop:
     def _norm_known(self, step: int, squared: float) -> None:
         self.accumulator[step].total_squared_norm = squared
         if not self.is_last_stage:
-            self.after.put(Norm(step, squared), ())
+            self._pass_on(self.after, Norm(step, squared))
         self.schedule.allow_step()
 
     def _step(self, action: Action) -> None:
         gradients, squared = self.accumulator.take(action.number)
         norm = None if squared is None else squared**0.5
+        self.transfers.before_change()  # of weights that are lent
         self.trainer.update(action.number, self.schedule.rule.version(action.number), gradients, norm)
         self.schedule.done(action)
         self._lend(self.trainer.versions.newest)
@@ -311,7 +347,7 @@ class Loop:
     def _lend(self, version: int) -> None:
         if self.role.lends:
             header = Lend(version, self.index, self.role.until, self.role.lends)
-            self.after.put(header, [t.contiguous() for t in self.trainer.lend(self.role.lends, version)])
+            self._send(self.after, header, [t.contiguous() for t in self.trainer.lend(self.role.lends, version)])
 
     def _evaluate(self, action: Action) -> None:
         queued = self._forwards.popleft()
@@ -320,11 +356,11 @@ class Loop:
             self._lend(FRESH)
         step = None if header.fresh else self.schedule.rule.step_of(self.schedule.forwards)
         if self.is_last_stage and header.positions:
-            best = self.trainer.predict(step, action.version, queued.values, header.positions)
+            best = self.trainer.predict(step, action.version, self._inputs(queued), header.positions)
             self.observer.prediction(action.number, *best)
             self.schedule.done(action)
             return
-        outputs = self.trainer.evaluate(step, action.version, queued.values)
+        outputs = self.trainer.evaluate(step, action.version, self._inputs(queued))
         if self.is_last_stage:
             self.observer.evaluation(action.number, header.batch, [float(o) for o in outputs])
         else:
@@ -354,4 +390,6 @@ class Loop:
 
 def _overlap(received: Sequence[Tensor], sent: Sequence[Tensor]) -> bool:
     """Whether an outgoing message uses memory of an incoming one."""
+    if sent and sent[0].device.type != "cpu":
+        return False
     return bool({t.untyped_storage().data_ptr() for t in received} & {t.untyped_storage().data_ptr() for t in sent})

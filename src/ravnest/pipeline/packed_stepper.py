@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ravnest.errors import WeightsError
+from ravnest.graph.device import CPU
 from ravnest.pipeline.optimizers import (
     Optimizer,
     check_keys,
     is_counter,
     is_elementwise,
+    on_device,
     optimizer_of,
     state_by_parameter,
     state_keys,
@@ -46,11 +48,14 @@ class PackedStepper:
     ) -> None:
         self.optimizer = optimizer
         self._shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        self._device = next((tensor.device for tensor in parameters.values()), CPU)
         self._optimizers = {
             name: optimizer_of(optimizer, name, len(shape), fallback_names) for name, shape in self._shapes.items()
         }
         self._slots = {
-            part.name: nn.Parameter(torch.empty(0, 0)) for part in (optimizer, optimizer.fallback) if part is not None
+            part.name: nn.Parameter(torch.empty(0, 0, device=self._device))
+            for part in (optimizer, optimizer.fallback)
+            if part is not None
         }
         self._torch = {
             part.name: torch_optimizer(part, [self._slots[part.name]], fused=True)
@@ -111,18 +116,23 @@ class PackedStepper:
                 if tensor is not None:
                     self._keep(name, lo, hi, key, tensor)
         finally:
-            slot.data, slot.grad = torch.empty(0), None
+            slot.data, slot.grad = torch.empty(0, device=self._device), None
 
     def _keep(self, name: str, lo: int, hi: int, key: str, tensor: Tensor) -> None:
         if key not in FORMS:
             self._next[key] = tensor
             return
         packed = self._state.get(name, self._new.get(name, {})).get(key) or self._next.get(key)
-        packed = packed if isinstance(packed, PackedTensor) else PackedTensor(FORMS[key], self._shapes[name])
+        packed = (
+            packed
+            if isinstance(packed, PackedTensor)
+            else PackedTensor(FORMS[key], self._shapes[name], device=self._device)
+        )
         self._next[key] = packed
         flat = tensor.reshape(-1)
         for start, end in chunks(hi - lo):  # of a parameter that is updated as a whole
-            random = noise(f"{name}/{key}", self._number, lo + start) if FORMS[key] == "positive" else None
+            is_random = FORMS[key] == "positive"
+            random = noise(f"{name}/{key}", self._number, lo + start, self._device) if is_random else None
             packed.write(lo + start, lo + end, flat[start:end], random)
 
     def finish(self, name: str) -> None:
@@ -144,7 +154,10 @@ class PackedStepper:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Use the tensors of a `state_dict`, without a copy where they are packed. Others start from zero."""
-        loaded = {n: packed_state(entries) for n, entries in state_by_parameter(state, self._shapes).items()}
+        loaded = {
+            name: packed_state(on_device(entries, self._device, self._torch[self._optimizers[name].name]))
+            for name, entries in state_by_parameter(state, self._shapes).items()
+        }
         for name, entries in loaded.items():
             check_keys(name, self._optimizers[name], self._shapes[name], entries)
             for key, tensor in entries.items():
@@ -156,7 +169,7 @@ class PackedStepper:
         self._state = loaded
         self._new = {
             name: {
-                key: PackedTensor(FORMS[key], shape)
+                key: PackedTensor(FORMS[key], shape, device=self._device)
                 for key in state_keys(self._optimizers[name], shape)
                 if key in FORMS
             }

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ravnest.errors import WeightsError
+from ravnest.graph.device import CPU
 
 __all__ = [
     "FORMS",
@@ -62,20 +63,26 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 
 class PackedTensor:
-    """A packed tensor of a given shape: zeros, or the `values` and `scales` that are given, which it then owns.
+    """A packed tensor of a given shape: zeros on `device`, or given `values` and `scales`, which it then owns.
 
     Raises `WeightsError` if these do not fit the shape.
     """
 
     def __init__(
-        self, form: Form, shape: tuple[int, ...], values: Tensor | None = None, scales: Tensor | None = None
+        self,
+        form: Form,
+        shape: tuple[int, ...],
+        values: Tensor | None = None,
+        scales: Tensor | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         self.form, self.shape = form, torch.Size(shape)
         self.numel = self.shape.numel()
         blocks = num_blocks(self.numel)
         if values is None or scales is None:
-            self._codes = torch.zeros(blocks * BLOCK, dtype=torch.int8)
-            self.scales = torch.zeros(blocks)
+            self._codes = torch.zeros(blocks * BLOCK, dtype=torch.int8, device=device)
+            self.scales = torch.zeros(blocks, device=device)
             return
         if values.dtype != torch.int8 or values.shape != self.shape:
             raise WeightsError(
@@ -101,10 +108,11 @@ class PackedTensor:
         """
         first, end = lo // BLOCK, num_blocks(hi)
         codes = self._codes[first * BLOCK : end * BLOCK]
-        x = torch.empty(codes.numel()) if into is None else scratch(into, codes.numel())
+        device = codes.device
+        x = torch.empty(codes.numel(), device=device) if into is None else scratch(into, codes.numel(), device)
         x.copy_(codes)
         if self.form == "signed":
-            x.mul_(torch.abs(x, out=scratch(0, x.numel())))
+            x.mul_(torch.abs(x, out=scratch(0, x.numel(), device)))
         elif self.form == "positive":
             x.add_(128.0).square_().square_()
         x.view(-1, BLOCK).mul_(self.scales[first:end, None])
@@ -115,7 +123,7 @@ class PackedTensor:
         first, end = lo // BLOCK, num_blocks(hi)
         padding = (end - first) * BLOCK - (hi - lo)
         blocks = (torch.nn.functional.pad(x, (0, padding)) if padding else x).view(-1, BLOCK)
-        codes = scratch(0, blocks.numel()).view(-1, BLOCK)
+        codes = scratch(0, blocks.numel(), x.device).view(-1, BLOCK)
         match self.form:
             case "linear":
                 largest = torch.abs(blocks, out=codes).amax(1, keepdim=True).clamp_(min=_TINY)
@@ -144,7 +152,7 @@ class PackedTensor:
 
 def pack(form: Form, tensor: Tensor) -> PackedTensor:
     """Pack a float32 tensor."""
-    packed, flat = PackedTensor(form, tuple(tensor.shape)), tensor.detach().reshape(-1)
+    packed, flat = PackedTensor(form, tuple(tensor.shape), device=tensor.device), tensor.detach().reshape(-1)
     for lo, hi in chunks(flat.numel()):
         packed.write(lo, hi, flat[lo:hi])
     return packed
@@ -166,31 +174,32 @@ def unpack_state(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: t.unpacked() if isinstance(t, PackedTensor) else t for key, t in packed_state(entries).items()}
 
 
-def noise(name: str, number: int, lo: int) -> Tensor:
+def noise(name: str, number: int, lo: int, device: torch.device = CPU) -> Tensor:
     """`CHUNK` numbers to add to the codes of the chunk at `lo` of the tensor `name` in update `number`.
 
     They are random numbers in [0, 1), minus the 128 that codes of the form `positive` are shifted by.
     """
     offset = crc32(f"{name} {number} {lo}".encode()) % _OFFSETS
-    return _random_table()[offset : offset + CHUNK]
+    return _random_table(device)[offset : offset + CHUNK]
 
 
 @cache
-def _random_table() -> Tensor:
-    return torch.rand(CHUNK + _OFFSETS, generator=torch.Generator().manual_seed(0x5EED)) - 128.0
+def _random_table(device: torch.device) -> Tensor:
+    """The same numbers on every device."""
+    return (torch.rand(CHUNK + _OFFSETS, generator=torch.Generator().manual_seed(0x5EED)) - 128.0).to(device)
 
 
 _scratch = threading.local()
 
 
-def scratch(index: int, numel: int) -> Tensor:
+def scratch(index: int, numel: int, device: torch.device) -> Tensor:
     """Float32 memory that is reused, so that temporary tensors stay in the cache. Each thread has its own.
 
     Index 0 is used by `PackedTensor` itself.
     """
     if numel > CHUNK:
-        return torch.empty(numel)
-    buffers: dict[int, Tensor] = _scratch.__dict__.setdefault("buffers", {})
-    if index not in buffers:
-        buffers[index] = torch.empty(CHUNK)
-    return buffers[index][:numel]
+        return torch.empty(numel, device=device)
+    buffers: dict[tuple[int, torch.device], Tensor] = _scratch.__dict__.setdefault("buffers", {})
+    if (index, device) not in buffers:
+        buffers[index, device] = torch.empty(CHUNK, device=device)
+    return buffers[index, device][:numel]

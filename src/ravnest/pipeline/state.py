@@ -117,6 +117,13 @@ class StageState:
             check_entry(entry, own, dtype_name(tensor.dtype), tuple(tensor.shape))
         return result
 
+    def to(self, device: torch.device) -> StageState:
+        """The state on a device; the steppers move counters themselves. On the processor, this state."""
+        if device.type == "cpu":
+            return self
+        moved = {e: t if t.dim() == 0 and e.startswith(_OPTIMIZER) else t.to(device) for e, t in self.tensors.items()}
+        return StageState(self.updates, moved)
+
     @staticmethod
     def build(
         updates: int,

@@ -25,12 +25,16 @@ __all__ = ["TensorCodec", "StageCodecs", "as_bytes"]
 
 
 class TensorCodec:
-    """The buffers of one kind of message: `values` in order, with `compression` none, bf16 or int8."""
+    """The buffers of one kind of message: `values` in order, with `compression` none, bf16 or int8.
 
-    def __init__(self, values: Iterable[Value], compression: str, *, max_batch: int) -> None:
+    Messages are encoded and decoded on the device of their values; received ones are host memory, on request pinned.
+    """
+
+    def __init__(self, values: Iterable[Value], compression: str, *, max_batch: int, pinned: bool = False) -> None:
         self.values = tuple(values)
         self.compression = compression
         self.max_batch = max_batch
+        self._is_pinned = pinned
         self.has_varying_sizes = any(value.varying for value in self.values)
         self._spare: defaultdict[tuple[torch.dtype, tuple[int, ...]], deque[Tensor]] = defaultdict(deque)
 
@@ -77,7 +81,7 @@ class TensorCodec:
         try:
             return self._spare[dtype, shape].popleft()
         except IndexError:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned)
 
     def _compression_of(self, value: Value) -> str:
         return self.compression if value.grad and value.dtype == "float32" and value.shape else "none"
@@ -95,14 +99,15 @@ class TensorCodec:
 
     def _encode(self, value: Value, item: Tensor | None) -> list[Tensor]:
         assert item is not None
+        exact = item.detach().to(DTYPES[value.dtype])  # autocast may compute in another type than is declared
         match self._compression_of(value):
             case "bf16":
-                return [item.detach().to(torch.bfloat16).contiguous()]
+                return [exact.to(torch.bfloat16).contiguous()]
             case "int8":
-                scale = item.detach().abs().amax(-1, keepdim=True).div_(127).clamp_min_(1e-30)
-                return [scale, (item.detach() / scale).round_().to(torch.int8).contiguous()]
+                scale = exact.abs().amax(-1, keepdim=True).div_(127).clamp_min_(1e-30)
+                return [scale, (exact / scale).round_().to(torch.int8).contiguous()]
             case _:
-                return [item.detach().contiguous().cpu()]
+                return [exact.contiguous()]
 
     def _decode(self, value: Value, buffers: Any) -> Tensor:
         first: Tensor = next(buffers)
@@ -126,14 +131,14 @@ class StageCodecs:
     gradients_out: TensorCodec
 
     @staticmethod
-    def of(stage: Stage, compression: str, max_batch: int) -> StageCodecs:
+    def of(stage: Stage, compression: str, max_batch: int, *, pinned: bool = False) -> StageCodecs:
         """The codecs of a stage. The batch itself is never compressed, and no gradient of it is sent."""
         input_compression = "none" if stage.index == 0 else compression
         gradients = [v for v in stage.outputs if v.grad], [v for v in stage.inputs if v.grad]
         return StageCodecs(
-            inputs=TensorCodec(stage.inputs, input_compression, max_batch=max_batch),
+            inputs=TensorCodec(stage.inputs, input_compression, max_batch=max_batch, pinned=pinned),
             outputs=TensorCodec(stage.outputs, compression, max_batch=max_batch),
-            gradients_in=TensorCodec(gradients[0], compression, max_batch=max_batch),
+            gradients_in=TensorCodec(gradients[0], compression, max_batch=max_batch, pinned=pinned),
             gradients_out=TensorCodec(gradients[1], input_compression, max_batch=max_batch),
         )
 

@@ -24,6 +24,7 @@ from ravnest.pipeline.compact_versions import CompactVersions
 from ravnest.pipeline.config import TrainerConfig, memory_mode
 from ravnest.pipeline.gradient_buffers import GradientBuffers, as_bfloat16
 from ravnest.pipeline.lazy_tensors import LazyTensor, LazyTensors, added
+from ravnest.pipeline.loss_scaling import LossScaler
 from ravnest.pipeline.optimizers import Stepper, embeddings
 from ravnest.pipeline.packed_stepper import PackedStepper
 from ravnest.pipeline.staleness import Corrector
@@ -54,7 +55,7 @@ class Trainer:
         self.stage = stage
         self.config = config
         self.device = torch.device(config.device)
-        state = StageState(0) if start is None else start.for_stage(stage)
+        state = StageState(0) if start is None else start.for_stage(stage).to(self.device)
         tensors = {n: t.to(self.device) for n, t in {**weights, **state.weights}.items()}
         own = [s.target for s in stage.parameters if s.trainable and s.owner == stage.index]
         self.corrector = Corrector(config.correction, delay)
@@ -83,6 +84,9 @@ class Trainer:
         self._reader: threading.Event | None = None
         self._interpreter = Interpreter(stage, self.device, fast_linear=quick)
         self._predictor: Interpreter | None = None
+        self._scaler: LossScaler | None = None
+        if config.autocast == "fp16":
+            self._scaler = LossScaler(self.device, is_last_stage=stage.index == stage.count - 1)
         self._uses_random_numbers = any(is_random(op.op) for op in stage.ops)
         self._tapes: dict[int, tuple[Tape, float]] = {}
         self._mutated_buffers = [s.target for s in stage.buffers if s.mutated]
@@ -97,7 +101,10 @@ class Trainer:
         weights = self.versions[version]
         if self._gradients is not None:
             self._gradients.collect_from(weights)
-        state = {**self.fixed, **self._borrowed.of_step(step), **weights}
+        borrowed = self._borrowed.of_step(step)
+        if self._scaler is not None:
+            self._scaler.watch({**borrowed, **weights})
+        state = {**self.fixed, **borrowed, **weights}
         with self._autocast():
             tape = Tape(self._interpreter, state, inputs, recompute=self._recomputes)
         self._tapes[number] = (tape, share)
@@ -109,7 +116,9 @@ class Trainer:
         if gradients is None:
             gradients = [torch.full_like(tape.outputs[0], share), *[None] * (len(tape.outputs) - 1)]
         with self._autocast() if self._recomputes else nullcontext():
-            return tape.backward(gradients)
+            if self._scaler is None or all(gradient is None for gradient in gradients):
+                return tape.backward(gradients)
+            return self._scaler.unscale(tape.backward(self._scaler.scale(gradients)))
 
     def evaluate(self, step: int | None, version: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Run without gradients: on the weights of a step, or (None) on the newest master weights."""
@@ -235,12 +244,14 @@ class Trainer:
         for name, tensor in values.items():
             for tensors in (self.fixed, *self._buffers_before.values()):
                 if name in tensors and name not in self.versions:
-                    tensors[name] = _rounded(tensor, tensors[name].dtype)
+                    tensors[name] = _rounded(tensor.to(self.device), tensors[name].dtype)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.autocast == "none":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(
+            self.device.type, dtype=torch.float16 if self.config.autocast == "fp16" else torch.bfloat16
+        )
 
 
 class _BorrowedWeights:

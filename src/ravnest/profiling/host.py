@@ -177,10 +177,7 @@ def device_memory(device: torch.device) -> HostMemory:
     """Return the memory of an accelerator, or of the machine if they share it or torch cannot report it."""
     if device.type == "cpu":
         return host_memory()
-    import torch
+    from ravnest.graph import device as devices  # imports torch
 
-    try:
-        free, total = torch.accelerator.get_memory_info(device)
-    except (RuntimeError, NotImplementedError):
-        return host_memory()
-    return _with_reserve(total, free)
+    memory = devices.device_memory(device)
+    return host_memory() if memory is None else _with_reserve(memory.total_bytes, memory.free_bytes)

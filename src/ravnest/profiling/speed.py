@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ravnest.graph import Costs, Interpreter, Program, Stage, Tape, legal_cuts, measure_costs, split
+from ravnest.graph.device import has_bfloat16, synchronize
 from ravnest.graph.program import DTYPES, resolve_dim
 from ravnest.graph.timing import OpSeconds, measure_seconds, torch_threads
 
@@ -177,8 +179,12 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Speed:
-    gflops: float  # per second
+    """GFLOP/s in float32; of an accelerator also under autocast, in `low_precision`."""
+
+    gflops: float
     measured_on: str
+    low_precision: str = ""
+    low_precision_gflops: float = 0.0
 
 
 def measure_speed(
@@ -198,9 +204,24 @@ def measure_speed(
         if job is not None and device.type == "cpu":
             return _of_job(job, budget_s or _JOB_S)
         mix = reference_mix()
-        seconds = [block_seconds(block, device, (budget_s or _MIX_S) / len(mix), clock) for block in mix]
-        flops = sum(block.flops for block in mix)
-        return Speed(flops / max(sum(seconds), 1e-9) / 1e9, " and ".join(block.name for block in mix))
+        name, budget_s = " and ".join(block.name for block in mix), budget_s or _MIX_S
+        if device.type == "cpu":
+            return Speed(_mix_gflops(mix, device, budget_s, clock), name)
+        low = "bf16" if has_bfloat16(device) else "fp16"
+        dtype = torch.bfloat16 if low == "bf16" else torch.float16
+        fast = _mix_gflops(mix, device, budget_s / 2, clock, dtype)
+        return Speed(_mix_gflops(mix, device, budget_s / 2, clock), name, low, fast)
+
+
+def _mix_gflops(
+    mix: Sequence[WorkloadBlock],
+    device: torch.device,
+    budget_s: float,
+    clock: Callable[[], float],
+    autocast: torch.dtype | None = None,
+) -> float:
+    seconds = [block_seconds(block, device, budget_s / len(mix), clock, autocast) for block in mix]
+    return sum(block.flops for block in mix) / max(sum(seconds), 1e-9) / 1e9
 
 
 def _of_job(work: Workload, budget_s: float) -> Speed:
@@ -212,21 +233,25 @@ def _of_job(work: Workload, budget_s: float) -> Speed:
 
 
 def block_seconds(
-    block: WorkloadBlock, device: torch.device, budget_s: float, clock: Callable[[], float] = time.perf_counter
+    block: WorkloadBlock,
+    device: torch.device,
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+    autocast: torch.dtype | None = None,
 ) -> float:
     """Return the mean seconds, by `clock`, of as many passes as the budget allows, after two for warm-up."""
     layers, x = block.build().to(device), torch.rand(block.shape, device=device)
+
+    def once() -> None:
+        with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+            forward_backward(layers, x)
+
     for _ in range(_WARM_UPS):
-        forward_backward(layers, x)
-    _synchronize(device)
+        once()
+    synchronize(device)
     began, passes, end_s = clock(), 0, time.perf_counter() + budget_s
     while passes == 0 or time.perf_counter() < end_s:
-        forward_backward(layers, x)
-        _synchronize(device)
+        once()
+        synchronize(device)
         passes += 1
     return (clock() - began) / passes
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

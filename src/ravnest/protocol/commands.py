@@ -158,10 +158,14 @@ class StateSaved(TaggedRecord, frozen=True):
 
 
 class StageFailed(TaggedRecord, frozen=True):
-    """The stage ended, for `reason`. `is_consequence`: because a neighbour ended first."""
+    """The stage ended, for `reason`. `is_consequence`: because a neighbour ended first.
+
+    `exhausted_bytes`: it ran out of memory, with so much in use; 0 if it ended for another reason.
+    """
 
     reason: str
     is_consequence: bool = False
+    exhausted_bytes: int = 0
 
 
 class RingsReady(TaggedRecord, frozen=True):

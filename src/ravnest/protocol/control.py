@@ -51,7 +51,7 @@ MAX_REPLICAS = 4  # replicas per node: its own, those of other nodes, and those 
 
 _MIN_RECONNECT_S, _MAX_RECONNECT_S = 5.0, 30.0
 _MAX_MEMORY_BYTES, _MAX_BYTES_PER_S, _MAX_GFLOPS, _MAX_LATENCY_S = 1 << 46, 1e12, 1e8, 60.0
-_MAX_THREADS, _MAX_DEVICE = 4096, 32
+_MAX_THREADS, _MAX_DEVICE, _MAX_DEVICE_NAME = 4096, 32, 100
 
 
 def reconnect_interval_s(away_s: float) -> float:
@@ -60,12 +60,18 @@ def reconnect_interval_s(away_s: float) -> float:
 
 
 class NodeProfile(Record, frozen=True, kw_only=True):
-    """Resources that a PC contributes, measured by itself; limits exclude values that no PC has."""
+    """Resources that a PC contributes, measured by itself; limits exclude values that no PC has.
+
+    `memory_bytes` is that of the device. An accelerator with memory of its own has `host_memory_bytes` besides, for
+    messages and averages; 0: the device shares the memory of the PC.
+    """
 
     memory_bytes: int
     gflops: float
     threads: int = 1
     device: str = "cpu"
+    device_name: str = ""
+    host_memory_bytes: int = 0
     up_bytes_per_s: float = 2.5e6
     down_bytes_per_s: float = 12.5e6
     latency_s: float = 0.01  # to the coordinator, one way
@@ -84,6 +90,24 @@ class NodeProfile(Record, frozen=True, kw_only=True):
             len(self.device) <= _MAX_DEVICE,
             f"device must have at most {_MAX_DEVICE} characters, got {len(self.device)}",
         )
+        require(
+            len(self.device_name) <= _MAX_DEVICE_NAME,
+            f"device_name must have at most {_MAX_DEVICE_NAME} characters, got {len(self.device_name)}",
+        )
+        require(
+            0 <= self.host_memory_bytes <= _MAX_MEMORY_BYTES,
+            f"host_memory_bytes must be >= 0 and <= {_MAX_MEMORY_BYTES}, got {self.host_memory_bytes}",
+        )
+
+    @property
+    def full_device(self) -> str:
+        """The device with its name: `cuda:0 (NVIDIA RTX 3060)`."""
+        return f"{self.device} ({self.device_name})" if self.device_name else self.device
+
+    @property
+    def plannable_bytes(self) -> int:
+        """The most memory that a stage may take: none of its parts takes more in the PC than on the device."""
+        return min(self.memory_bytes, self.host_memory_bytes or self.memory_bytes)
 
 
 def _require_positive(name: str, value: float, limit: float) -> None:

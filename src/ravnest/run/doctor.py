@@ -95,12 +95,13 @@ def check_computing() -> Iterator[Finding]:
         yield Finding("torch", "problem", f"torch {torch.__version__} is not the version that is tested", remedy)
     else:
         yield Finding("torch", "ok", f"torch {torch.__version__} computes gradients")
+    from ravnest.graph.device import available_devices, device_name
     from ravnest.profiling.host import host_limits, host_memory, usable_cores
 
-    device = torch.accelerator.current_accelerator(check_available=True)
+    accelerators = [f"{each} ({device_name(each)})" for each in available_devices()[:-1]]
     cores, limits = usable_cores(), host_limits()
     limited = f", limited by a container to {limits.cores:g}" if limits.cores is not None else ""
-    yield Finding("device", "ok", f"{device or 'no accelerator'}; {cores:g} processor cores{limited}")
+    yield Finding("device", "ok", f"{', '.join(accelerators) or 'no accelerator'}; {cores:g} processor cores{limited}")
     memory = host_memory()
     yield judge_memory(memory.usable_bytes, memory.total_bytes)
 

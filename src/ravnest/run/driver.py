@@ -37,6 +37,7 @@ from ravnest.run.data import Batches, BatchQueue
 from ravnest.run.event_feed import EventFeed
 from ravnest.run.fleet import fleet_builder, fleet_coordinator
 from ravnest.run.local import LocalNodes, local_builder, local_coordinator, local_nodes
+from ravnest.run.local_devices import local_devices
 from ravnest.run.metrics import MetricsFile, Progress, ProgressView
 from ravnest.run.plan import PipelinePlan
 from ravnest.run.requester import EventOccurred, NodeMessage, RunRequester, part_path
@@ -95,11 +96,12 @@ def _prepared(job: TracedJob, view: ProgressView) -> Iterator[_Prepared]:
         yield _Prepared(fleet_builder(job, view), fleet_coordinator(job, averaging))
         return
     builder: ClusterBuilder
+    devices = local_devices(config)
     if config.clusters == 0:
         builder = planner = fleet_builder(job, view)
-        nodes_of_job = local_nodes(job, planner.gflops)
+        nodes_of_job = local_nodes(job, devices, planner.gflops)
     else:
-        builder, nodes_of_job = local_builder(job, view, num_cores()), local_nodes(job)
+        builder, nodes_of_job = local_builder(job, view, num_cores(), devices), local_nodes(job, devices)
     with nodes_of_job as nodes:
         yield _Prepared(builder, local_coordinator(job, averaging, nodes.sockets), nodes)
 

@@ -32,6 +32,7 @@ from ravnest.protocol.commands import StageFailed
 from ravnest.protocol.control import NodeProfile, StageReport
 from ravnest.run.checkpoint.resume import plan_as_before
 from ravnest.run.cluster_builder import ClusterBuilder, cluster_names
+from ravnest.run.local_devices import LocalDevices
 from ravnest.run.metrics import ProgressView
 from ravnest.run.plan import Cores, LocalPlanOptions, LocalTimings, PipelinePlan, node_names, plan_local, time_local
 from ravnest.run.traced_job import TracedJob
@@ -86,14 +87,15 @@ class LocalClusterBuilder(ClusterBuilder):
         )  # fmt: skip
 
 
-def local_builder(job: TracedJob, view: ProgressView, num_cores: int) -> LocalClusterBuilder:
+def local_builder(job: TracedJob, view: ProgressView, num_cores: int, devices: LocalDevices) -> LocalClusterBuilder:
     """Measure the job on this machine and plan its clusters."""
     config = job.config
     options = LocalPlanOptions(
         nodes=config.num_nodes, clusters=config.clusters, batch_size=job.batch_size,
         accumulate=config.microbatches_per_step, microbatch=config.microbatch, synchronous=config.is_synchronous,
         max_staleness=config.max_staleness, memory_mode=config.memory_mode,
-        memory_bytes=config.memory_bytes, recompute=config.recomputes, speeds=config.speed_of,
+        memory_bytes=devices.memory_bytes, recompute=config.recomputes, speeds=devices.speeds,
+        on_processor=devices.on_processor,
         cores=Cores(count=num_cores, threads=config.num_threads, pinned=config.core_of),
     )  # fmt: skip
     return LocalClusterBuilder(job, time_local(job.program, job.optimizer, config.correction, options), view)
@@ -118,7 +120,7 @@ def local_coordinator(job: TracedJob, averaging: AveragingPolicy, sockets: Path)
 
 
 @contextlib.contextmanager
-def local_nodes(job: TracedJob, gflops: float = _GFLOPS) -> Iterator[LocalNodes]:
+def local_nodes(job: TracedJob, devices: LocalDevices, gflops: float = _GFLOPS) -> Iterator[LocalNodes]:
     """Prepare the nodes of a local run; their files are removed afterwards.
 
     `gflops` is the speed of a core, as the planner of the clusters measured it.
@@ -126,11 +128,19 @@ def local_nodes(job: TracedJob, gflops: float = _GFLOPS) -> Iterator[LocalNodes]
     config = job.config
     sockets = Path(tempfile.mkdtemp(prefix="ravnest-"))
     directory = job.folder / ".nodes"
-    memory = config.memory_bytes or (UNLIMITED_BYTES,) * config.num_nodes
+    memory = devices.memory_bytes or (UNLIMITED_BYTES,) * config.num_nodes
     cores = config.core_of or (-1,) * config.num_nodes
     shares = config.share_of or (1.0,) * config.num_nodes
+    speeds = [1.0 if is_cpu else (devices.speeds or shares)[i] for i, is_cpu in enumerate(devices.on_processor)]
     nodes = [
-        LocalNode(name=name, memory_bytes=memory[i], processor_share=shares[i], core=cores[i])
+        LocalNode(
+            name=name,
+            memory_bytes=memory[i],
+            processor_share=shares[i],
+            core=cores[i],
+            device=devices.names[i],
+            speed=speeds[i],
+        )
         for i, name in enumerate(node_names(config.num_nodes))
     ]
     try:
@@ -144,12 +154,17 @@ def local_nodes(job: TracedJob, gflops: float = _GFLOPS) -> Iterator[LocalNodes]
 
 @dataclass(frozen=True)
 class LocalNode:
-    """A node of this machine: its memory, the share of a core that it uses, and its core (-1: any)."""
+    """A node of this machine: its memory, the share of a core that it uses, its core (-1: any), and its device.
+
+    `speed` is that of the device relative to a core.
+    """
 
     name: str
     memory_bytes: int = UNLIMITED_BYTES
     processor_share: float = 1.0
     core: int = -1
+    device: str = "cpu"
+    speed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -165,7 +180,8 @@ class _Resources:
 
     def profile_of(self, node: LocalNode) -> NodeProfile:
         return NodeProfile(
-            memory_bytes=node.memory_bytes, gflops=self.gflops * node.processor_share, threads=self.threads,
+            memory_bytes=node.memory_bytes, gflops=self.gflops * node.processor_share * node.speed,
+            threads=self.threads, device=node.device,
             up_bytes_per_s=_LINE_BYTES_PER_S, down_bytes_per_s=_LINE_BYTES_PER_S, latency_s=0.0,
         )  # fmt: skip
 

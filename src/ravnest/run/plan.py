@@ -81,15 +81,17 @@ def expected_rate(
     cores: Cores,
     batch_size: int,
     requester_s: float = 0.0,
+    on_processor: Sequence[bool] | None = None,
 ) -> float:
     """Return samples per second.
 
     `work_s` are the seconds of a microbatch on each node at full speed, `speeds` the share of that speed it has,
-    `requester_s` those of the requester's process.
+    `requester_s` those of the requester's process. Nodes that are not `on_processor` load no core.
     """
+    loads = [s if is_load else 0.0 for s, is_load in zip(work_s, on_processor or [True] * len(work_s), strict=True)]
     own_s = [seconds / speed for seconds, speed in zip(work_s, speeds, strict=True)]
     accumulate = rules[0].accumulate
-    every_s = max(interval_s(own_s, (), _in_flight(rules)), cores.interval_s(work_s, requester_s))
+    every_s = max(interval_s(own_s, (), _in_flight(rules)), cores.interval_s(loads, requester_s))
     step_s = accumulate * every_s
     if all(rule.delay == 0 for rule in rules):
         step_s = max(sum(own_s) + (accumulate - 1) * every_s, step_s)
@@ -114,6 +116,7 @@ class LocalPlanOptions:
     max_staleness: int | None = None
     memory_bytes: tuple[int, ...] | None = None
     speeds: tuple[float, ...] | None = None  # of each node, relative to a core of its own
+    on_processor: tuple[bool, ...] | None = None  # the nodes that need a core; None: all
     cores: Cores = Cores(count=1)
     recompute: bool = False
     memory_mode: str = "compact"
@@ -252,7 +255,10 @@ def plan_local(timings: LocalTimings, group: Sequence[int]) -> PipelinePlan:
     )  # fmt: skip
     speeds = [(options.speeds or (1.0,) * options.nodes)[i] for i in group]
     cores = options.cores.of(group, options.clusters)
-    rate = expected_rate(work_s, speeds, schedules, cores, options.batch_size, overhead.requester_s)
+    on_processor = None if options.on_processor is None else [options.on_processor[i] for i in group]
+    rate = expected_rate(
+        work_s, speeds, schedules, cores, options.batch_size, overhead.requester_s, on_processor=on_processor
+    )
     return PipelinePlan(
         tuple(split(program, result.cuts)), rows, tuple(schedules), result.cuts, timings.accumulate,
         timings.microbatch, rate, result.reason,

@@ -23,6 +23,7 @@ from ravnest.averaging.shared_memory import SharedBuffer
 from ravnest.core.config import require
 from ravnest.errors import LinkError, ProgramError, RavnestError
 from ravnest.graph import Stage, StageLimits, load
+from ravnest.graph.device import device_name, has_bfloat16
 from ravnest.pipeline.config import StageConfig
 from ravnest.pipeline.loop import Loop
 from ravnest.pipeline.state import trained, write_state
@@ -205,7 +206,7 @@ class AssignmentRun:
 
     def _report_failure(self, error: Exception) -> None:
         if not self._is_stopped:
-            self._report(failure_of(error))
+            self._report(failure_of(error, self._resources.device))
 
     def _store_replica(self, runner: StageRunner) -> None:
         """Write the final state to the replica store; without space on disk the run ends without it."""
@@ -228,7 +229,12 @@ class AssignmentRun:
         except ValueError as error:
             raise ProgramError(f"could not decode the configuration of the stage: {error}") from error
         threads = max(1, min(config.threads, self._resources.threads))
-        return msgspec.structs.replace(config, threads=threads, core=-1, weights=self._files.weights)
+        device, autocast = self._resources.device, config.settings.autocast
+        if autocast == "bf16" and not has_bfloat16(device):
+            _log.info("%s (%s) has no bfloat16: computing in float16 with loss scaling", device, device_name(device))
+            autocast = "fp16"
+        settings = msgspec.structs.replace(config.settings, device=str(device), autocast=autocast)
+        return msgspec.structs.replace(config, settings=settings, threads=threads, core=-1, weights=self._files.weights)
 
     def _check(self, stage: Stage) -> None:
         assigned = self.assignment

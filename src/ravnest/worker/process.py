@@ -35,6 +35,7 @@ import torch
 
 from ravnest.core.rate_limit import RateLimiter
 from ravnest.errors import LinkError, RavnestError
+from ravnest.graph.device import check_device, choose_device, release_memory
 from ravnest.protocol.commands import StopStage
 from ravnest.protocol.control import AddressChanged, SendReplica, StageCommand, StageReport, StoreReplica
 from ravnest.protocol.peer import PeerAddresses
@@ -91,6 +92,10 @@ _SEND_S = 60.0
 _log = logging.getLogger("ravnest.worker")
 
 
+class _DeviceFailed(Exception):
+    """The accelerator does not compute for this process any more."""
+
+
 class Worker:
     """The worker of one node: one thread computes, the thread of the control link queues stages for it."""
 
@@ -110,6 +115,10 @@ class Worker:
         self._pump.start()
         try:
             self._work()
+        except _DeviceFailed as error:  # the next process finds out whether the device still works
+            _log.error("%s", error)
+            self._pump.close(flush_s=2.0)
+            sys.exit(1)
         except (RavnestError, ValueError) as error:
             _log.error("%s", error)
             self._send(WorkerUnable(str(error)[:2000]))
@@ -132,6 +141,8 @@ class Worker:
     def _open(self, stack: contextlib.ExitStack) -> WorkerResources:
         """Open the endpoints that this worker has; `stack` closes them."""
         start, limit, local, remote = self._start, self._start.max_upload_bytes_per_s, None, None
+        device = choose_device(start.profile.device)
+        check_device(device)
         if start.socket_directory:
             local = LocalPeers(Path(start.socket_directory), start.name)
             stack.callback(local.close)
@@ -151,6 +162,7 @@ class Worker:
             remote=remote,
             rate_limiter=None if limit is None else RateLimiter(limit),
             processor_share=start.processor_share,
+            device=device,
         )
 
     def _expect(self, purpose: str, names: Sequence[str]) -> None:
@@ -183,9 +195,15 @@ class Worker:
         replica = run.replica
         del run
         gc.collect()
+        assert self._resources is not None
+        release_memory(self._resources.device)
         give_back_memory()
         _log.info("generation %d is over", assigned.generation)
         self._send(StageReleased(assigned.generation, replica))
+        try:
+            check_device(self._resources.device)
+        except RavnestError as error:
+            raise _DeviceFailed(str(error)) from error
 
     def _handle(self, message: msgspec.Struct, _: Any) -> None:
         with self._lock:
@@ -265,6 +283,8 @@ def _exit_after(work: Callable[[], None]) -> NoReturn:
     except RavnestError as error:
         _log.error("%s", error)
         code = 1
+    except SystemExit as error:
+        code = int(error.code or 0)
     logging.shutdown()
     os._exit(code)
 

@@ -14,6 +14,7 @@ from ravnest.averaging.shared_memory import SharedBuffer, is_available, shared_l
 from ravnest.core.clock import Deadline
 from ravnest.core.rate_limit import RateLimiter
 from ravnest.errors import LinkError, LinkTimeout
+from ravnest.graph.device import CPU
 from ravnest.protocol.peer import Peer, PeerAddresses
 from ravnest.transport.introduction import Introduction
 from ravnest.transport.link import LinkConfig
@@ -21,7 +22,10 @@ from ravnest.transport.local import LocalEndpoint, dial_local_feed, unix_link
 from ravnest.transport.stream import StreamLink
 from ravnest.worker.replica_store import ReplicaStore
 
-if TYPE_CHECKING:  # a local run needs no certificates, whose library takes 10 MB
+if TYPE_CHECKING:
+    import torch
+
+    # a local run needs no certificates, whose library takes 10 MB
     from ravnest.worker.remote_peers import RemotePeers
 
 __all__ = ["WorkerResources", "RING", "LocalPeers", "PeerConnection"]
@@ -85,6 +89,7 @@ class WorkerResources:
     remote: RemotePeers | None = None
     rate_limiter: RateLimiter | None = None
     processor_share: float = 1.0
+    device: torch.device = CPU
 
     @property
     def addresses(self) -> PeerAddresses:

@@ -23,8 +23,10 @@ from ravnest.core.clock import Deadline
 from ravnest.core.metrics import StageMetrics
 from ravnest.core.rate_limit import RateLimiter
 from ravnest.core.schedule import PipelineSchedule
+from ravnest.core.units import format_bytes
 from ravnest.errors import FrameError, LinkClosed, LinkError, RavnestError, WeightsError
 from ravnest.graph import Stage, StageLimits, StateSpec, initialise, read_weights, write_weights
+from ravnest.graph.device import CPU, device_name, is_out_of_memory, peak_device_bytes
 from ravnest.graph.dry_run import dry_run_batch
 from ravnest.graph.program import DTYPES
 from ravnest.pipeline.accumulation import GradientAccumulator
@@ -34,6 +36,7 @@ from ravnest.pipeline.loop import Inbox, Loop, LoopContext
 from ravnest.pipeline.state import StageState, owned, read_state, write_state
 from ravnest.pipeline.tensor_codec import StageCodecs, TensorCodec, as_bytes
 from ravnest.pipeline.trainer import Trainer
+from ravnest.pipeline.transfers import can_pin
 from ravnest.protocol.commands import (
     Command,
     EndAfter,
@@ -194,7 +197,8 @@ class StageRunner:
         self._report, self._inbox, self._processor_share = report, Inbox(), processor_share
         self._writing: threading.Thread | None = None
         self._is_writing = False
-        self._codecs = StageCodecs.of(stage, config.settings.compression, config.max_batch)
+        device = torch.device(config.settings.device)
+        self._codecs = StageCodecs.of(stage, config.settings.compression, config.max_batch, pinned=can_pin(device))
 
         def stage_link(link: Link, codecs: dict[type, TensorCodec], *, is_feed: bool = False) -> StageLink:
             on_error = self._feed_failed if is_feed else self._on_link_error(link.peer)
@@ -203,7 +207,7 @@ class StageRunner:
 
         self._before = stage_link(before, {Forward: self._codecs.inputs}, is_feed=is_fed)
         self._after = NullLink() if after is None else stage_link(after, {Backward: self._codecs.gradients_in})
-        self._observer = _Observer(report, (self._before, self._after))
+        self._observer = _Observer(report, (self._before, self._after), device)
         try:
             self._loop = self._make_loop(stage, config, limits, begin)
         except BaseException:
@@ -336,8 +340,8 @@ class StageRunner:
 class _Observer:
     """Reports the progress of the loop; losses once per step, or at once if one is not finite."""
 
-    def __init__(self, report: SendReport, links: tuple[StageLink | NullLink, ...]) -> None:
-        self._report, self._links = report, links
+    def __init__(self, report: SendReport, links: tuple[StageLink | NullLink, ...], device: torch.device) -> None:
+        self._report, self._links, self._device = report, links, device
         self._process = psutil.Process()
         self._losses: dict[int, tuple[float | None, ...]] = {}
 
@@ -363,14 +367,22 @@ class _Observer:
         metrics.sent_bytes = sum(link.sent_bytes for link in self._links)
         metrics.received_bytes = sum(link.received_bytes for link in self._links)
         metrics.memory_bytes = self._process.memory_info().rss
-        metrics.peak_memory_bytes = max(peak_memory_bytes(), metrics.memory_bytes, metrics.peak_memory_bytes)
+        peak_bytes = peak_device_bytes(self._device) or max(peak_memory_bytes(), metrics.memory_bytes)
+        metrics.peak_memory_bytes = max(peak_bytes, metrics.peak_memory_bytes)
         self._report_losses()
         snapshot = msgspec.structs.replace(metrics, staleness=dict(metrics.staleness))  # the loop changes the original
         self._report(StepReport(snapshot))
 
 
-def failure_of(error: Exception) -> StageFailed:
-    """Return the report of an error that ended a stage."""
+def failure_of(error: Exception, device: torch.device = CPU) -> StageFailed:
+    """Return the report of an error that ended a stage on this device."""
+    if is_out_of_memory(error):
+        used_bytes = peak_device_bytes(device) or psutil.Process().memory_info().rss
+        return StageFailed(
+            f"out of memory on {device} ({device_name(device)}) with {format_bytes(used_bytes)} in use: "
+            "the node offers less from now on",
+            exhausted_bytes=used_bytes,
+        )
     text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
     return StageFailed(text[:2000], is_consequence=isinstance(error, LinkClosed))
 

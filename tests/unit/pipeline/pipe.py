@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -104,11 +105,12 @@ def train(
     save_at: int | None = None,
     whole: bool = True,
     processor_share: float = 1.0,
+    devices: Sequence[str] | None = None,
 ) -> Pipe:
     """Train on `batches`, one per step; `evaluate` maps a step to the (batch, fresh) to evaluate before it.
 
     `ends_at` is the expected number of updates, if not one per batch. `start` is the state to resume from; after
-    `save_at` updates the state of each stage is copied while training continues.
+    `save_at` updates the state of each stage is copied while training continues. `devices` are those of the stages.
     """
     stages = split(program, cuts)
     pipe = Pipe()
@@ -118,8 +120,8 @@ def train(
     observer.stops_early = ends_at is not None
     stage_roles = roles(stages, [r.delay for r in rules])
     loops = [
-        _loop(program, stage, config, rule, role, inboxes, pipe, observer, jitter, start, processor_share)
-        for stage, rule, role in zip(stages, rules, stage_roles, strict=True)
+        _loop(program, stage, own, rule, role, inboxes, pipe, observer, jitter, start, processor_share)
+        for stage, own, rule, role in zip(stages, _configs(config, stages, devices), rules, stage_roles, strict=True)
     ]
     saved: dict[int, StageState] = {}
     for loop in loops:
@@ -138,9 +140,13 @@ def train(
         raise pipe.errors[0]
     assert finished, f"stuck: {[(loop.schedule.updates, loop.schedule.next()) for loop in loops]}, {pipe.losses}"
     for loop in loops:
-        pipe.weights.update({n: t.detach().clone() for n, t in loop.trainer.weights().items()})
+        pipe.weights.update({n: t.detach().cpu().clone() for n, t in loop.trainer.weights().items()})
     pipe.states = [saved[i] for i in sorted(saved)]
     return pipe
+
+
+def _configs(config: TrainerConfig, stages: Sequence[Stage], devices: Sequence[str] | None) -> list[TrainerConfig]:
+    return [msgspec.structs.replace(config, device=device) for device in devices or [config.device] * len(stages)]
 
 
 def _loop(

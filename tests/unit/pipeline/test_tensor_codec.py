@@ -84,3 +84,13 @@ def test_as_bytes(dtype: torch.dtype) -> None:
     for shape in ((), (3,), (0, 4), (2, 3)):
         tensor = torch.ones(shape, dtype=dtype)
         assert len(as_bytes(tensor)) == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_of_autocast_are_sent_as_declared(dtype: torch.dtype, compression: str) -> None:
+    codec = TensorCodec(VALUES, compression, max_batch=9)
+    x, *others = items(2)
+    sent = codec.pack([x.to(dtype), *others])
+    assert [t.dtype for t in sent] == [t.dtype for t in codec.pack([x, *others])]
+    codec.allocate(2, [len(as_bytes(t)) for t in sent])

@@ -226,7 +226,7 @@ def _machine(name: str, node: NodeRecord, fleet_speed_factor: float) -> Machine:
     profile, observed = node.profile, node.peer_addresses.observed
     return Machine(
         name=name,
-        memory_bytes=profile.memory_bytes,
+        memory_bytes=profile.plannable_bytes,
         speed=profile.gflops * node.speed_factor * fleet_speed_factor,
         up_bytes_per_s=profile.up_bytes_per_s,
         down_bytes_per_s=profile.down_bytes_per_s,

@@ -108,7 +108,7 @@ function machine(node, place) {
   if (!p) return [["State", node.state], ["Reason", node.reason]];
   return [
     ["Memory lent", p.memory_bytes < 2 ** 45 ? bytes(p.memory_bytes) : "no limit"],
-    ["Processor", [isLocal ? null : `${number(p.gflops, 3)} GFLOP/s`, p.device ?? "cpu", count(p.threads ?? 1, "thread")].filter(Boolean).join(", ")],
+    ["Processor", [isLocal ? null : `${number(p.gflops, 3)} GFLOP/s`, p.device_name ? `${p.device} (${p.device_name})` : p.device ?? "cpu", count(p.threads ?? 1, "thread")].filter(Boolean).join(", ")],
     ["Speed at this job", `${number(node.speed_factor, 3)} × measured`],
     ["Line", isLocal ? "on the requester's machine" : `${bytes(p.up_bytes_per_s)}/s up, ${bytes(p.down_bytes_per_s)}/s down, ${seconds(p.latency_s)}`],
     ["Lost so far", count(node.num_losses, "time")],

@@ -23,6 +23,7 @@ __all__ = [
     "is_counter",
     "is_elementwise",
     "most_basis_bytes",
+    "on_device",
     "optimizer_of",
     "state_by_parameter",
     "state_bytes_per_parameter",
@@ -80,6 +81,14 @@ def state_by_parameter(state: Mapping[str, Tensor], names: Collection[str]) -> d
             raise WeightsError(f"optimizer state {entry!r} belongs to no parameter of this stage")
         result.setdefault(name, {})[key] = tensor
     return result
+
+
+def on_device(
+    entries: Mapping[str, Tensor], device: torch.device, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """The optimizer state of a parameter on its device; torch keeps counters on the CPU unless it is fused."""
+    is_fused = bool(optimizer.defaults.get("fused"))
+    return {key: t if is_counter(key) and not is_fused else t.to(device) for key, t in entries.items()}
 
 
 def check_keys(name: str, optimizer: Optimizer, shape: Sequence[int], entries: Collection[str]) -> None:

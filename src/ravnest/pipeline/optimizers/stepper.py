@@ -15,6 +15,7 @@ from ravnest.errors import WeightsError
 from ravnest.pipeline.optimizers.arithmetic import (
     check_keys,
     is_counter,
+    on_device,
     optimizer_of,
     state_by_parameter,
     state_shape,
@@ -93,7 +94,10 @@ class Stepper:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Use the tensors of a `state_dict`, without a copy. A parameter without state starts from zero."""
-        loaded = {name: unpack_state(entries) for name, entries in state_by_parameter(state, self._slots).items()}
+        loaded = {
+            name: unpack_state(on_device(entries, self._slots[name].device, self._owner[name]))
+            for name, entries in state_by_parameter(state, self._slots).items()
+        }
         for name, entries in loaded.items():
             self._check_state(name, entries)
         for name, slot in self._slots.items():
