@@ -121,11 +121,11 @@ def test_sync_mode_is_plain_pytorch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"microbatches_per_step": 1},
+        pytest.param({"microbatches_per_step": 1}, marks=pytest.mark.soak),
         {"microbatches_per_step": 1, "max_staleness": 1},
-        {"microbatch": 5},
+        pytest.param({"microbatch": 5}, marks=pytest.mark.soak),
         {"activation_compression": "int8"},
-        {"on": "local:1"},
+        pytest.param({"on": "local:1"}, marks=pytest.mark.soak),
     ],
     ids=str,
 )

@@ -26,7 +26,7 @@ LAYERS = (
     "weight_norm", "old weight_norm", "spectral_norm", "EmbeddingBag", "TransformerEncoder default", "LazyLinear",
     "LazyBatchNorm2d", "FractionalMaxPool2d",
 )  # fmt: skip
-MODELS = ("gpt2", "opt", "qwen3_moe")
+MODELS = ("gpt2", "qwen3_moe")
 LOSSES = ("CTCLoss", "GaussianNLLLoss")
 REFUSED = {"orthogonal", "vmap", "as_strided", "AdaptiveLogSoftmaxWithLoss", "Embedding max_norm"}
 
